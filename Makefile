@@ -1,0 +1,48 @@
+# Every target makes what it needs: on a fresh machine `make serve` is enough.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: serve test test-e2e test-faults check proto wheel clean
+
+# Runs a router, one prefill worker and one decode worker on this machine until Ctrl-C.
+serve: $(STAMP)
+	$(BIN)/splitserve up
+
+# Every test that needs neither Docker nor hours.
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not e2e and not faults"
+
+# The tests that need a Docker engine.
+test-e2e: $(STAMP)
+	$(BIN)/python -m pytest -m e2e
+
+# The whole fault matrix, many times.
+test-faults: $(STAMP)
+	$(BIN)/python -m pytest -m faults
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m tests.proto_freshness
+
+# Makes the stubs anew from proto/.
+proto: $(STAMP)
+	$(BIN)/python -m tests.proto_freshness --write
+
+wheel: $(STAMP)
+	$(BIN)/python -m build --no-isolation
+
+# The constraints pin every version; torch comes first and alone, so that no other package's range picks its build.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "splitserve needs Python 3.11 or newer; set PYTHON=..." >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[serve,dev]'
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) dist build
