@@ -1,0 +1,92 @@
+"""A request as the router knows it, and the seam between the public edge and the cluster.
+
+`validation` makes a `GenerationRequest`, `server` submits it to a `Dispatcher` (implemented by `flow`) and reads the
+`Generation` it gets back. Nothing here knows gRPC, HTTP or a worker.
+"""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Every value is checked and resolved: nothing is optional and no default is left to a worker.
+
+    `temperature` 0 is greedy, `top_k` 0 is off. `max_tokens` is at least 1 and fits what the prompt leaves of the
+    context. `stop` is the router's business; the token ids are the workers'.
+    """
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    max_tokens: int
+    min_tokens: int
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+    n: int
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """`request_id` is the client's own name, echoed and never a key; `deadline` is a time of the event loop's clock."""
+
+    request_id: str
+    model: str
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    priority: int
+    deadline: float | None
+    traceparent: str
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One output token; `position` counts the sample's output over all attempts, from 0 and without gaps."""
+
+    sample: int
+    position: int
+    token_id: int
+    finish_reason: FinishReason | None = None
+
+
+class Generation(Protocol):
+    """One admitted request's tokens. Ends after the event that carries a `finish_reason`, or raises SplitserveError."""
+
+    @property
+    def attempts(self) -> int: ...
+
+    @property
+    def cached_tokens(self) -> int: ...
+
+    def __aiter__(self) -> AsyncIterator[TokenEvent]: ...
+
+    async def aclose(self) -> None:
+        """Releases the workers at any stage; idempotent, and does not wait for them."""
+
+
+class Dispatcher(Protocol):
+    def submit(self, request: GenerationRequest) -> Generation:
+        """Admits the request, or raises Overloaded or Unavailable at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterLimits:
+    """What the workers joined now could ever take. A limit of 0 means that no such worker has joined yet.
+
+    `max_prompt_tokens_*` is the largest prompt that the roomiest worker of that role can hold when it is idle.
+    """
+
+    ready: bool
+    max_prompt_tokens_prefill: int
+    max_prompt_tokens_decode: int
+    max_model_len: int
