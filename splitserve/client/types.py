@@ -1,0 +1,100 @@
+"""What goes into a call of the client library and what comes out of it. Plain data, shared by both clients."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, TypedDict
+
+
+class Message(TypedDict):
+    """One turn of a chat. `role` is "system", "user" or "assistant"; what else is allowed is up to the model."""
+
+    role: str
+    content: str
+
+
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
+"""Text, token ids, or a chat that the router renders with the model's template."""
+
+
+class SamplingOptions(TypedDict, total=False):
+    """How tokens are chosen and when a sample ends; what is left out takes the model's own default.
+
+    `temperature` 0 is greedy. `max_tokens` absent: until end-of-sequence or the end of the context. `seed` absent:
+    drawn by the router and told in `Generation.seed`. docs/api.md lists the ranges; the router checks them.
+    """
+
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    max_tokens: int | None
+    min_tokens: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool | None
+    seed: int | None
+    logit_bias: Mapping[int, float] | None
+
+
+class GenerateOptions(SamplingOptions, total=False):
+    """Everything that `generate`, `stream`, `chat` and `stream_chat` take besides the prompt.
+
+    `model`: the served model's name, empty for the one that is served. `request_id`: the caller's own name for the
+    request, echoed and logged. `timeout`: the deadline in seconds, for the whole answer; absent means the client's
+    default. `priority`: higher goes first among queued requests. `metadata`: gRPC metadata, such as `traceparent`.
+    """
+
+    model: str
+    request_id: str
+    timeout: float | None
+    priority: int
+    metadata: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What is new since the last chunk. `text` may be empty while a character is still incomplete."""
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A complete answer.
+
+    `finish_reason` is "stop", "length", "tool_calls" or "abort". `matched_stop` is the stop string or the stop token id
+    that ended the answer, if one did. `cached_tokens` of the prompt came from a prefix cache. `attempts` is 1 when
+    nothing went wrong.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    matched_stop: str | int | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    seed: int
+    attempts: int
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """The served model and the limits of a request, in tokens.
+
+    `max_model_len` bounds prompt + output. `max_prompt_tokens` is what the workers of this moment can take, 0 while no
+    pair of workers is ready.
+    """
+
+    model: str
+    revision: str
+    vocab_size: int
+    max_model_len: int
+    max_prompt_tokens: int
+    eos_token_ids: tuple[int, ...]
+    ready: bool

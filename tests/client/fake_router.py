@@ -1,0 +1,153 @@
+"""A router that answers from a script: a real gRPC server in this process, without any worker behind it.
+
+A prompt's text chooses the behaviour (`SCRIPTS`); everything that a test may want to ask about afterwards is recorded.
+"""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from splitserve.service.errors import InvalidRequest, Overloaded, SplitserveError, Unavailable
+from splitserve.service.grpc_errors import to_status
+from splitserve.v1 import inference_pb2, inference_pb2_grpc
+
+Response = inference_pb2.GenerateResponse
+WORDS = ("Washington", ", D", ".C", ".")
+ECHO_IDS = (7, 8, 9)
+
+
+def chunk(text: str, *ids: int) -> Response:
+    return Response(request_id="echoed", chunk=inference_pb2.GenerateChunk(text=text, token_ids=ids))
+
+
+def complete(**fields: Any) -> Response:
+    defaults: dict[str, Any] = {"finish_reason": "length", "prompt_tokens": 3, "completion_tokens": 4, "attempts": 1}
+    return Response(request_id="echoed", complete=inference_pb2.GenerateComplete(**(defaults | fields)))
+
+
+class FakeRouter(inference_pb2_grpc.InferenceServiceServicer):
+    """Runs on a loop of its own, so that blocking clients can be tested from the test's thread."""
+
+    def __init__(self, *, max_message_bytes: int = 64 * 1024 * 1024) -> None:
+        self.requests: list[inference_pb2.GenerateRequest] = []
+        self.remaining_s: list[float] = []
+        self.metadata: list[dict[str, str]] = []
+        self.streaming = threading.Event()  # a "forever" answer is under way
+        self.cancelled = threading.Event()  # the caller of a "forever" answer is gone
+        self.target = ""
+        self._max_message_bytes = max_message_bytes
+        self._ready = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),), daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        assert self._ready.wait(30)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(30)
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        server = grpc.aio.server(options=[("grpc.max_receive_message_length", self._max_message_bytes)])
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self, server)
+        self.target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        self._ready.set()
+        await self._stop.wait()
+        await server.stop(grace=0)
+
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> AsyncIterator[Response]:
+        self.requests.append(request)
+        self.remaining_s.append(context.time_remaining())
+        self.metadata.append({key: value for key, value in context.invocation_metadata() if isinstance(value, str)})
+        script = SCRIPTS.get(request.text, _normal)
+        try:
+            async for response in script(self):
+                yield response
+        except SplitserveError as error:
+            await context.abort_with_status(to_status(error))
+
+    async def GetModelInfo(self, request: inference_pb2.GetModelInfoRequest, context: Any) -> Any:
+        return inference_pb2.GetModelInfoResponse(
+            model="fake",
+            revision="r1",
+            vocab_size=100,
+            max_model_len=64,
+            max_prompt_tokens=32,
+            eos_token_ids=[2],
+            ready=True,
+        )
+
+    async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Any) -> Any:
+        if request.text == "refuse":
+            await context.abort_with_status(to_status(InvalidRequest("no", field="prompt")))
+        return inference_pb2.TokenizeResponse(token_ids=ECHO_IDS)
+
+
+async def _normal(_: FakeRouter) -> AsyncIterator[Response]:
+    for index, word in enumerate(WORDS):
+        yield chunk(word, index)
+    yield complete(matched_stop_string="\n", finish_reason="stop", seed=2**63 + 1, cached_tokens=2, attempts=2)
+
+
+async def _stop_token(_: FakeRouter) -> AsyncIterator[Response]:
+    yield chunk("a", 0)
+    yield complete(matched_stop_token_id=0, finish_reason="stop")
+
+
+async def _refuse(_: FakeRouter) -> AsyncIterator[Response]:
+    raise Overloaded("queue holds 64 of 64 requests", retry_after_s=1.5, reason="QUEUE_FULL")
+    yield  # makes this a generator
+
+
+async def _fail_midway(_: FakeRouter) -> AsyncIterator[Response]:
+    yield chunk("half an ", 1, 2)
+    raise Unavailable("attempt 3 of 3 failed", reason="ATTEMPTS_EXHAUSTED")
+
+
+async def _truncate(_: FakeRouter) -> AsyncIterator[Response]:
+    yield chunk("half an ", 1, 2)
+
+
+async def _crash(_: FakeRouter) -> AsyncIterator[Response]:
+    yield chunk("half an ", 1, 2)
+    raise RuntimeError("a bug")
+
+
+async def _forever(router: FakeRouter) -> AsyncIterator[Response]:
+    try:
+        yield chunk("first ", 1)
+        router.streaming.set()
+        await asyncio.sleep(600)
+    except asyncio.CancelledError:
+        router.cancelled.set()
+        raise
+
+
+async def _silent(router: FakeRouter) -> AsyncIterator[Response]:
+    try:
+        router.streaming.set()
+        await asyncio.sleep(600)
+        yield complete()
+    except asyncio.CancelledError:
+        router.cancelled.set()
+        raise
+
+
+SCRIPTS: dict[str, Callable[[FakeRouter], AsyncIterator[Response]]] = {
+    "stop token": _stop_token,
+    "refuse": _refuse,
+    "fail midway": _fail_midway,
+    "truncate": _truncate,
+    "crash": _crash,
+    "forever": _forever,
+    "silent": _silent,
+}
