@@ -1,0 +1,141 @@
+"""What the router measures: one record per request, stage times and attempts, load read at the moment of the scrape.
+
+`server` opens a `RequestRecord` per request and ends it exactly once; `flow` reports stages and attempts. All of it
+belongs to the event loop's thread.
+"""
+
+import time
+from collections.abc import Callable
+from enum import StrEnum
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from splitserve.service.metrics import (
+    INTER_TOKEN_LATENCY_BUCKETS,
+    REQUEST_TIME_BUCKETS,
+    STAGE_TIME_BUCKETS,
+    TIME_TO_FIRST_TOKEN_BUCKETS,
+)
+
+
+class Outcome(StrEnum):
+    """How a request ended. Each request has exactly one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    REJECTED = "rejected"  # refused before it cost a worker anything
+    FAILED = "failed"
+
+
+class Stage(StrEnum):
+    """Where a request spends its time, in order."""
+
+    QUEUE = "queue"
+    PREFILL = "prefill"
+    HANDOFF = "handoff"
+    DECODE = "decode"
+
+
+class RouterMetrics:
+    def __init__(self, registry: CollectorRegistry, model: str) -> None:
+        self._model = model
+        self._registry = registry
+        self.time_to_first_token = self._histogram(
+            "time_to_first_token_seconds", "From arrival to the first token.", TIME_TO_FIRST_TOKEN_BUCKETS
+        )
+        self.inter_token_latency = self._histogram(
+            "inter_token_latency_seconds", "Between two tokens of one sample.", INTER_TOKEN_LATENCY_BUCKETS
+        )
+        self.e2e_request_latency = self._histogram(
+            "e2e_request_latency_seconds", "From arrival to the outcome.", REQUEST_TIME_BUCKETS
+        )
+        self._stages = {
+            stage: self._histogram(
+                f"request_{stage}_time_seconds", f"Time of one attempt in the {stage} stage.", STAGE_TIME_BUCKETS
+            )
+            for stage in Stage
+        }
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of admitted requests.")
+        self.generation_tokens = self._counter("generation_tokens", "Output tokens of all requests.")
+        requests = Counter("splitserve_requests", "Ended requests.", ["outcome", "model"], registry=registry)
+        # Every outcome exists from the start, so that a rate over a rare one has a first point.
+        self._requests = {outcome: requests.labels(outcome, model) for outcome in Outcome}
+        self._attempts = Counter(
+            "splitserve_attempts",
+            "Attempts started, by what made them necessary.",
+            ["reason", "model"],
+            registry=registry,
+        )
+
+    def begin(self) -> "RequestRecord":
+        return RequestRecord(self)
+
+    def count_request(self, outcome: Outcome) -> None:
+        self._requests[outcome].inc()
+
+    def count_attempt(self, reason: str) -> None:
+        """`reason` is a word of a small fixed set: "first", or why the attempt before it ended."""
+        self._attempts.labels(reason, self._model).inc()
+
+    def observe_stage(self, stage: Stage, seconds: float) -> None:
+        self._stages[stage].observe(seconds)
+
+    def watch_load(
+        self, *, running: Callable[[], float], waiting: Callable[[], float], kv_cache_usage: Callable[[], float]
+    ) -> None:
+        """Reads these at every scrape: a gauge that is never written cannot drift from the truth."""
+        self._gauge("num_requests_running", "Requests that have at least one worker.").set_function(running)
+        self._gauge("num_requests_waiting", "Requests in the router's queue.").set_function(waiting)
+        self._gauge(
+            "kv_cache_usage_perc", "Share of all workers' KV blocks that are not free; 1 is full."
+        ).set_function(kv_cache_usage)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        metric = Histogram(f"splitserve_{name}", text, ["model"], buckets=buckets, registry=self._registry)
+        return metric.labels(self._model)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"splitserve_{name}", text, ["model"], registry=self._registry).labels(self._model)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"splitserve_{name}", text, ["model"], registry=self._registry).labels(self._model)
+
+
+class RequestRecord:
+    """One request's times. `end` counts its outcome; a second call is a mistake of ours."""
+
+    def __init__(self, metrics: RouterMetrics) -> None:
+        self._metrics = metrics
+        self._arrival = time.perf_counter()
+        self._last_token: dict[int, float] = {}
+        self._outcome: Outcome | None = None
+        self.is_refused = False
+
+    @property
+    def has_tokens(self) -> bool:
+        return bool(self._last_token)
+
+    def refuse(self) -> None:
+        """The cluster would not take the request: whatever the error, it was rejected and did not fail."""
+        self.is_refused = True
+
+    def admit(self, num_prompt_tokens: int) -> None:
+        self._metrics.prompt_tokens.inc(num_prompt_tokens)
+
+    def token(self, sample: int) -> None:
+        now = time.perf_counter()
+        before = self._last_token.get(sample)
+        if before is not None:
+            self._metrics.inter_token_latency.observe(now - before)
+        elif not self._last_token:
+            self._metrics.time_to_first_token.observe(now - self._arrival)
+        self._last_token[sample] = now
+        self._metrics.generation_tokens.inc()
+
+    def end(self, outcome: Outcome) -> None:
+        assert self._outcome is None, f"a request ended as {self._outcome} and again as {outcome}"
+        self._outcome = outcome
+        self._metrics.count_request(outcome)
+        self._metrics.e2e_request_latency.observe(time.perf_counter() - self._arrival)

@@ -1,0 +1,157 @@
+"""Checks and resolves sampling parameters: pure functions from the client's message to `Sampling`.
+
+`validation` calls `read_sampling` before it tokenizes, so that a bad value costs nothing, and `fit_to_context` after.
+"""
+
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+from router.request import Sampling
+from splitserve.models.description import ModelDescription
+from splitserve.service.errors import InvalidRequest
+from splitserve.v1 import inference_pb2 as pb
+
+MAX_TEMPERATURE = 100.0
+# Below this a temperature acts as greedy, where dividing logits by it would overflow.
+GREEDY_TEMPERATURE = 1e-5
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKEN_IDS = 128
+# A drawn seed stays below 2^53, so that it survives a JSON client on its way back.
+DRAWN_SEED_BITS = 53
+
+MAX_TOKENS_TOO_LARGE = "MAX_TOKENS_TOO_LARGE"
+NOT_SUPPORTED = "NOT_SUPPORTED"
+
+PenaltyName = Literal["repetition_penalty", "presence_penalty", "frequency_penalty"]
+LogprobsName = Literal["logprobs", "prompt_logprobs"]
+NumberName = Literal["temperature", "top_p", "min_p"]
+
+_NEUTRAL_PENALTIES: dict[PenaltyName, float] = {
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+_LOGPROBS: tuple[LogprobsName, ...] = ("logprobs", "prompt_logprobs")
+
+
+def read_sampling(params: pb.SamplingParams, model: ModelDescription, context_len: int) -> Sampling:
+    """Everything that can be judged without the prompt. `max_tokens` is as asked, or all of the context.
+
+    Defaults are those of the OpenAI API, overlaid by the model's own. Raises InvalidRequest.
+    """
+    _refuse_unsupported(params)
+    if params.HasField("max_tokens") and params.max_tokens < 1:
+        raise _out_of_range("max_tokens", params.max_tokens, "at least 1")
+    if params.min_tokens < 0:
+        raise _out_of_range("min_tokens", params.min_tokens, "at least 0")
+    temperature = _number(params, "temperature", model.default_temperature, 1.0)
+    return Sampling(
+        temperature=0.0 if temperature < GREEDY_TEMPERATURE else temperature,
+        top_p=_number(params, "top_p", model.default_top_p, 1.0),
+        top_k=_top_k(params, model),
+        min_p=_number(params, "min_p", model.default_min_p, 0.0),
+        seed=params.seed if params.HasField("seed") else secrets.randbits(DRAWN_SEED_BITS),
+        max_tokens=params.max_tokens if params.HasField("max_tokens") else context_len,
+        min_tokens=params.min_tokens,
+        stop=_stop_strings(params.stop),
+        stop_token_ids=_stop_token_ids(params.stop_token_ids, model.vocab_size),
+        ignore_eos=params.ignore_eos,
+        n=1,
+    )
+
+
+def fit_to_context(sampling: Sampling, *, asked: bool, num_prompt_tokens: int, context_len: int) -> Sampling:
+    """Gives `max_tokens` its final value: as `asked` if that fits what the prompt leaves, else all of the room.
+
+    Raises InvalidRequest where what was asked does not fit.
+    """
+    room = context_len - num_prompt_tokens
+    if asked and sampling.max_tokens > room:
+        raise InvalidRequest(
+            f"max_tokens is {sampling.max_tokens}; the prompt has {num_prompt_tokens} tokens and the context is "
+            f"{context_len} tokens, so at most {room} can be generated",
+            field="sampling_params.max_tokens",
+            reason=MAX_TOKENS_TOO_LARGE,
+        )
+    max_tokens = sampling.max_tokens if asked else room
+    if sampling.min_tokens > max_tokens:
+        raise _out_of_range("min_tokens", sampling.min_tokens, f"at most max_tokens, which is {max_tokens}")
+    return replace(sampling, max_tokens=max_tokens)
+
+
+def _refuse_unsupported(params: pb.SamplingParams) -> None:
+    if params.HasField("n") and params.n != 1:
+        if params.n < 1:
+            raise _out_of_range("n", params.n, "at least 1")
+        raise _not_supported("n", f"n is {params.n}; only 1 is supported yet")
+    for name, neutral in _NEUTRAL_PENALTIES.items():
+        value = getattr(params, name)
+        if params.HasField(name) and value != neutral:
+            if not math.isfinite(value):
+                raise _out_of_range(name, value, "a finite number")
+            raise _not_supported(name, f"{name} is {value}; it is not supported yet, only {neutral} (off) is")
+    for option in _LOGPROBS:
+        if params.HasField(option):
+            raise _not_supported(option, f"{option} is not supported yet")
+    if params.logit_bias:
+        raise _not_supported("logit_bias", "logit_bias is not supported yet")
+
+
+def _number(params: pb.SamplingParams, name: NumberName, model_default: float | None, default: float) -> float:
+    if not params.HasField(name):
+        return default if model_default is None else model_default
+    value: float = getattr(params, name)
+    is_in_range, allowed = {
+        "temperature": (0 <= value <= MAX_TEMPERATURE, f"between 0 and {MAX_TEMPERATURE:g}"),
+        "top_p": (0 < value <= 1, "above 0 and at most 1"),
+        "min_p": (0 <= value <= 1, "between 0 and 1"),
+    }[name]  # a NaN is in no range
+    if not is_in_range:
+        raise _out_of_range(name, value, allowed)
+    return value
+
+
+def _top_k(params: pb.SamplingParams, model: ModelDescription) -> int:
+    top_k = params.top_k if params.HasField("top_k") else (model.default_top_k or 0)
+    if top_k < -1:
+        raise _out_of_range("top_k", top_k, "at least 1, or 0 or -1 for all tokens")
+    return min(max(top_k, 0), model.vocab_size)
+
+
+def _stop_strings(stop: Sequence[str]) -> tuple[str, ...]:
+    if len(stop) > MAX_STOP_STRINGS:
+        raise _invalid("stop", f"stop has {len(stop)} strings; at most {MAX_STOP_STRINGS} are allowed")
+    for index, string in enumerate(stop):
+        if not string:
+            raise _invalid("stop", f"stop[{index}] is empty")
+        if len(string) > MAX_STOP_CHARS:
+            raise _invalid("stop", f"stop[{index}] has {len(string)} characters; at most {MAX_STOP_CHARS} are allowed")
+    return tuple(dict.fromkeys(stop))
+
+
+def _stop_token_ids(ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    if len(ids) > MAX_STOP_TOKEN_IDS:
+        raise _invalid("stop_token_ids", f"stop_token_ids has {len(ids)} ids; at most {MAX_STOP_TOKEN_IDS} are allowed")
+    for index, token_id in enumerate(ids):
+        if not 0 <= token_id < vocab_size:
+            raise _invalid(
+                "stop_token_ids",
+                f"stop_token_ids[{index}] is {token_id}; the model's vocabulary is 0 to {vocab_size - 1}",
+            )
+    return tuple(dict.fromkeys(ids))
+
+
+def _invalid(name: str, message: str) -> InvalidRequest:
+    return InvalidRequest(message, field=f"sampling_params.{name}")
+
+
+def _out_of_range(name: str, value: float, allowed: str) -> InvalidRequest:
+    return _invalid(name, f"{name} is {value}; it must be {allowed}")
+
+
+def _not_supported(name: str, message: str) -> InvalidRequest:
+    return InvalidRequest(message, field=f"sampling_params.{name}", reason=NOT_SUPPORTED)

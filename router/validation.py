@@ -1,0 +1,191 @@
+"""Turns a client's `GenerateRequest` into a `GenerationRequest`, or refuses it with the true numbers.
+
+`server` calls it before anything else: no worker ever sees a value that was not checked here. `RequestValidator` owns
+the threads on which text is tokenized; everything else is a pure function of the message and the model.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from router.request import ClusterLimits, GenerationRequest
+from router.sampling import fit_to_context, read_sampling
+from splitserve.models.description import ModelDescription
+from splitserve.service.errors import InvalidRequest, NotFound
+from splitserve.v1 import inference_pb2 as pb
+
+MAX_REQUEST_ID_CHARS = 256
+# Text longer than this many bytes per token of context is refused unseen: real text has three to five bytes a token.
+MAX_BYTES_PER_TOKEN = 16
+
+CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
+PROMPT_TOO_LARGE = "PROMPT_TOO_LARGE"
+EMPTY_PROMPT = "EMPTY_PROMPT"
+MODEL_NOT_FOUND = "MODEL_NOT_FOUND"
+
+
+class Encoder(Protocol):
+    """The part of a tokenizer that makes ids. Both methods may take long and raise InvalidRequest."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]: ...
+
+
+class RequestValidator:
+    """Checks requests for one model. `limits` tells what the workers joined at this moment can take."""
+
+    def __init__(
+        self,
+        model: ModelDescription,
+        encoder: Encoder,
+        limits: Callable[[], ClusterLimits],
+        *,
+        num_tokenizer_threads: int = 2,
+    ) -> None:
+        self._model = model
+        self._encoder = encoder
+        self._limits = limits
+        self._tokenizer_threads = ThreadPoolExecutor(num_tokenizer_threads, thread_name_prefix="tokenize")
+
+    def close(self) -> None:
+        """Gives the threads back without waiting for text that is still being tokenized."""
+        self._tokenizer_threads.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def context_len(self) -> int:
+        """Largest prompt + output, in tokens: the model's own, or less where every worker has less."""
+        joined = self._limits().max_model_len
+        return min(self._model.max_model_len, joined) if joined > 0 else self._model.max_model_len
+
+    async def validate(
+        self, message: pb.GenerateRequest, *, deadline: float | None = None, traceparent: str = ""
+    ) -> GenerationRequest:
+        """Raises InvalidRequest (with `field`) or NotFound; then nothing was started for the request."""
+        if len(message.request_id) > MAX_REQUEST_ID_CHARS:
+            raise InvalidRequest(
+                f"request_id has {len(message.request_id)} characters; at most {MAX_REQUEST_ID_CHARS} are allowed",
+                field="request_id",
+            )
+        self._check_model(message.model)
+        # Everything that is cheap to refuse is refused before any text is tokenized.
+        params, context_len = message.sampling_params, self.context_len
+        sampling = read_sampling(params, self._model, context_len)
+        prompt_ids = await self._prompt_ids(message)
+        self._check_prompt_len(len(prompt_ids), context_len, message.WhichOneof("prompt"))
+        return GenerationRequest(
+            request_id=message.request_id,
+            model=self._model.name,
+            prompt_ids=prompt_ids,
+            sampling=fit_to_context(
+                sampling,
+                asked=params.HasField("max_tokens"),
+                num_prompt_tokens=len(prompt_ids),
+                context_len=context_len,
+            ),
+            priority=message.priority,
+            deadline=deadline,
+            traceparent=traceparent,
+        )
+
+    async def tokenize(self, message: pb.TokenizeRequest) -> Sequence[int]:
+        """The ids that Generate would use. Raises as `validate` does, but does not mind the workers' limits."""
+        self._check_model(message.model)
+        match message.WhichOneof("prompt"):
+            case "text":
+                return await self._encode_text(message.text)
+            case "chat":
+                return await self._encode_chat(message.chat)
+        raise InvalidRequest("one of text or chat is required", field="prompt", reason=EMPTY_PROMPT)
+
+    def _check_model(self, model: str) -> None:
+        if model and model != self._model.name:
+            raise NotFound(
+                f"the model {model[:200]!r} does not exist here; {self._model.name!r} is served",
+                reason=MODEL_NOT_FOUND,
+                field="model",
+            )
+
+    async def _prompt_ids(self, message: pb.GenerateRequest) -> tuple[int, ...]:
+        match message.WhichOneof("prompt"):
+            case "text":
+                ids = await self._encode_text(message.text)
+            case "chat":
+                ids = await self._encode_chat(message.chat)
+            case "token_ids":
+                return self._given_ids(message.token_ids.ids)
+            case _:
+                raise InvalidRequest("one of text, token_ids or chat is required", field="prompt", reason=EMPTY_PROMPT)
+        return tuple(ids)
+
+    def _given_ids(self, ids: Sequence[int]) -> tuple[int, ...]:
+        if not ids:
+            raise InvalidRequest(
+                "token_ids is empty: a prompt needs at least one token", field="token_ids", reason=EMPTY_PROMPT
+            )
+        # The length first: a message may hold millions of ids.
+        self._check_prompt_len(len(ids), self.context_len, "token_ids")
+        vocab_size = self._model.vocab_size
+        if min(ids) < 0 or max(ids) >= vocab_size:
+            index, token_id = next((i, id_) for i, id_ in enumerate(ids) if not 0 <= id_ < vocab_size)
+            raise InvalidRequest(
+                f"token_ids[{index}] is {token_id}; the model's vocabulary is 0 to {vocab_size - 1}",
+                field="token_ids",
+            )
+        return tuple(ids)
+
+    async def _encode_text(self, text: str) -> list[int]:
+        if not text:
+            raise InvalidRequest("text is empty: a prompt needs at least one token", field="text", reason=EMPTY_PROMPT)
+        self._check_text_bytes(len(text.encode()), "text")
+        return await self._off_loop(lambda: self._encoder.encode(text), "text")
+
+    async def _encode_chat(self, chat: pb.Chat) -> list[int]:
+        if not chat.messages:
+            raise InvalidRequest("chat has no messages", field="chat", reason=EMPTY_PROMPT)
+        if len(chat.messages) >= self.context_len:
+            raise InvalidRequest(
+                f"chat has {len(chat.messages)} messages, more than the context of {self.context_len} tokens can hold",
+                field="chat",
+                reason=CONTEXT_LENGTH_EXCEEDED,
+            )
+        self._check_text_bytes(sum(len(m.role.encode()) + len(m.content.encode()) for m in chat.messages), "chat")
+        messages = [{"role": message.role, "content": message.content} for message in chat.messages]
+        return await self._off_loop(lambda: self._encoder.encode_chat(messages), "chat")
+
+    async def _off_loop(self, encode: Callable[[], list[int]], field: str) -> list[int]:
+        ids = await asyncio.get_running_loop().run_in_executor(self._tokenizer_threads, encode)
+        if not ids:
+            raise InvalidRequest(
+                f"{field} tokenizes to nothing: a prompt needs at least one token", field=field, reason=EMPTY_PROMPT
+            )
+        return ids
+
+    def _check_text_bytes(self, num_bytes: int, field: str) -> None:
+        limit = MAX_BYTES_PER_TOKEN * self.context_len
+        if num_bytes > limit:
+            raise InvalidRequest(
+                f"{field} has {num_bytes} bytes, too many for the context of {self.context_len} tokens: more than "
+                f"{limit} bytes ({MAX_BYTES_PER_TOKEN} per token) are refused without being tokenized",
+                field=field,
+                reason=CONTEXT_LENGTH_EXCEEDED,
+            )
+
+    def _check_prompt_len(self, num_tokens: int, context_len: int, field: str | None) -> None:
+        if num_tokens >= context_len:
+            raise InvalidRequest(
+                f"the prompt has {num_tokens} tokens; the context is {context_len} tokens, and at least 1 of them must "
+                f"remain for the output, so a prompt can have at most {context_len - 1}",
+                field=field,
+                reason=CONTEXT_LENGTH_EXCEEDED,
+            )
+        limits = self._limits()
+        sides = (("prefill", limits.max_prompt_tokens_prefill), ("decode", limits.max_prompt_tokens_decode))
+        for role, limit in sorted(sides, key=lambda side: side[1]):
+            if 0 < limit < num_tokens:
+                raise InvalidRequest(
+                    f"the prompt has {num_tokens} tokens; the largest that the {role} workers can hold is {limit}",
+                    field=field,
+                    reason=PROMPT_TOO_LARGE,
+                )

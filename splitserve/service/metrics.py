@@ -1,0 +1,132 @@
+"""What router and workers measure alike: buckets, the worker's own metrics, and how a registry becomes a page.
+
+Names and units follow vLLM's with our prefix. Each process makes one registry in its composition root and hands it
+down; nothing is registered globally, so tests and several services in one process do not meet.
+"""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+TIME_TO_FIRST_TOKEN_BUCKETS = (
+    *(0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0),
+    *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0),
+)
+INTER_TOKEN_LATENCY_BUCKETS = (
+    0.0025,
+    0.005,
+    0.01,
+    0.015,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+)
+REQUEST_TIME_BUCKETS = (
+    0.05,
+    0.1,
+    0.3,
+    0.5,
+    0.8,
+    1.0,
+    1.5,
+    2.0,
+    2.5,
+    5.0,
+    10.0,
+    15.0,
+    20.0,
+    30.0,
+    60.0,
+    120.0,
+    300.0,
+    600.0,
+)
+STAGE_TIME_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+TRANSFER_TIME_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+def new_registry() -> CollectorRegistry:
+    """A registry with the process's own memory, processor time and open files."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    return registry
+
+
+def render(registry: CollectorRegistry) -> bytes:
+    """The page of `/metrics`, of type `CONTENT_TYPE`."""
+    return generate_latest(registry)
+
+
+class WorkerMetrics:
+    """One worker's metrics. Not locked by us: prometheus-client's own values are safe from any thread."""
+
+    def __init__(self, registry: CollectorRegistry, model: str) -> None:
+        self._model = model
+        running = Gauge(
+            "splitserve_num_requests_running", "Sequences in the running batch.", ["model"], registry=registry
+        )
+        waiting = Gauge(
+            "splitserve_num_requests_waiting", "Sequences accepted and not yet running.", ["model"], registry=registry
+        )
+        usage = Gauge(
+            "splitserve_kv_cache_usage_perc",
+            "Share of KV blocks that are not free; 1 is full.",
+            ["model"],
+            registry=registry,
+        )
+        prompt_tokens = Counter(
+            "splitserve_prompt_tokens", "Prompt tokens computed by this worker.", ["model"], registry=registry
+        )
+        generation_tokens = Counter(
+            "splitserve_generation_tokens", "Output tokens sampled by this worker.", ["model"], registry=registry
+        )
+        self._running, self._waiting, self._usage = running.labels(model), waiting.labels(model), usage.labels(model)
+        self._prompt_tokens, self._generation_tokens = prompt_tokens.labels(model), generation_tokens.labels(model)
+        self._transfer_bytes = Counter(
+            "splitserve_kv_transfer_bytes",
+            "Bytes of KV blocks in completed transfers.",
+            ["model", "transport", "side"],
+            registry=registry,
+        )
+        self._transfer_seconds = Histogram(
+            "splitserve_kv_transfer_seconds",
+            "From the first block handed over to the last one acknowledged or verified.",
+            ["model", "transport", "side"],
+            buckets=TRANSFER_TIME_BUCKETS,
+            registry=registry,
+        )
+        self._transfer_failures = Counter(
+            "splitserve_kv_transfer_failures",
+            "Transfers that ended without success.",
+            ["model", "transport", "side", "reason"],
+            registry=registry,
+        )
+
+    def set_load(self, *, running: int, waiting: int, blocks_taken: int, blocks_total: int) -> None:
+        self._running.set(running)
+        self._waiting.set(waiting)
+        self._usage.set(blocks_taken / blocks_total if blocks_total else 0.0)
+
+    def count_prompt_tokens(self, num_tokens: int) -> None:
+        self._prompt_tokens.inc(num_tokens)
+
+    def count_generation_tokens(self, num_tokens: int) -> None:
+        self._generation_tokens.inc(num_tokens)
+
+    def count_transfer(self, *, transport: str, side: str, num_bytes: int, seconds: float) -> None:
+        """One completed transfer; `side` is "source" or "sink"."""
+        self._transfer_bytes.labels(self._model, transport, side).inc(num_bytes)
+        self._transfer_seconds.labels(self._model, transport, side).observe(seconds)
+
+    def count_transfer_failure(self, *, transport: str, side: str, reason: str) -> None:
+        self._transfer_failures.labels(self._model, transport, side, reason).inc()
