@@ -1,0 +1,101 @@
+"""Attention over the paged pool, as transformers' models call it: the back ends' contract and the interface function.
+
+The runner passes a `ForwardContext` through the model's forward; each attention layer hands it to `paged_attention`,
+which stores the new K and V in the pool and lets the back end's plan read them. State belongs to the runner.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from splitserve.engine.packing import PackedBatch
+from splitserve.engine.pool import KVPool
+
+INTERFACE_NAME = "splitserve_paged"
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What a layer asks for beyond causal attention: `window` counts the token itself; None means no limit."""
+
+    scaling: float
+    softcap: float | None
+    window: int | None
+
+
+class AttentionPlan(Protocol):
+    """One forward's attention, prepared once and used by every layer."""
+
+    def attend(self, query: torch.Tensor, layer: int, spec: AttentionSpec) -> torch.Tensor:
+        """`query` and the result are `[tokens, heads, head_dim]` in the model's dtype; K and V are in the pool.
+
+        A row's result must depend on its own sequence only, bit for bit: not on the batch nor on chunks.
+        """
+        ...
+
+
+class AttentionBackend(Protocol):
+    name: str
+
+    def plan(self, batch: PackedBatch, pool: KVPool, num_heads: int) -> AttentionPlan:
+        """Prepares one forward of a model with `num_heads` query heads, before its first layer runs."""
+        ...
+
+
+@dataclass
+class ForwardContext:
+    """Travels through the model's forward as keyword argument `paged_context`."""
+
+    batch: PackedBatch
+    pool: KVPool
+    plan: AttentionPlan
+    layers_called: list[int] = field(default_factory=list)
+
+
+def register_paged_attention() -> None:
+    """Makes `attn_implementation="splitserve_paged"` known to transformers; doing it again changes nothing."""
+    ALL_ATTENTION_FUNCTIONS.register(INTERFACE_NAME, paged_attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(INTERFACE_NAME, _no_mask)
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """Causality and windows follow from positions in the pool; a mask tensor would be T x T for nothing."""
+
+
+def paged_attention(
+    module: nn.Module,
+    query: torch.Tensor,  # [1, heads, tokens, head_dim], as key and value with kv_heads
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    paged_context: ForwardContext | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: returns `[1, tokens, heads, head_dim]` and no weights."""
+    if paged_context is None:
+        raise ValueError("the model does not pass our keyword arguments on to its attention")
+    if kwargs.get("s_aux") is not None:
+        raise ValueError("the model uses attention sinks")
+    layer = module.layer_idx
+    if not isinstance(layer, int):
+        raise ValueError("the model's attention does not know its layer")
+    paged_context.layers_called.append(layer)
+    batch = paged_context.batch
+    num_rows, num_tokens = query.shape[2], batch.num_tokens
+    kv = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)  # [tokens, 2, kv_heads, head_dim]
+    paged_context.pool.store(layer, batch.slot_blocks, batch.slot_offsets, kv[:num_tokens])
+    spec = AttentionSpec(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling, softcap=softcap, window=sliding_window
+    )
+    output = paged_context.plan.attend(query[0].transpose(0, 1)[:num_tokens], layer, spec)
+    if num_rows > num_tokens:  # the lone row that was doubled
+        output = output.expand(num_rows, -1, -1)
+    return output.unsqueeze(0), None

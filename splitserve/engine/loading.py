@@ -1,0 +1,128 @@
+"""From a model directory to a proved runner: config decision, safetensors weights, self-test, pool.
+
+Called by `ModelRunner.load`; keeps no state. Everything that a model can be refused for is raised here.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from splitserve.engine import selftest, support
+from splitserve.engine.attention import INTERFACE_NAME, AttentionBackend, register_paged_attention
+from splitserve.engine.layout import KVLayout
+from splitserve.engine.linear import LinearBackend
+from splitserve.engine.pool import DTYPES, KVPool
+from splitserve.engine.support import UnsupportedModel
+
+if TYPE_CHECKING:
+    from splitserve.engine.runner import ModelRunner
+
+
+def resolve_dtype(dtype: str, device: str) -> str:
+    """ "auto" is bfloat16 where the device multiplies it in hardware, else float32. ValueError for an unknown name."""
+    if dtype == "auto":
+        return "bfloat16" if _has_bfloat16_units(device) else "float32"
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be auto, {' or '.join(DTYPES)}, not {dtype!r}")
+    return dtype
+
+
+def load_runner(
+    runner_class: "type[ModelRunner]",
+    directory: Path,
+    *,
+    dtype: str,
+    device: str,
+    block_size: int,
+    kv_cache_bytes: int,
+    attention: AttentionBackend,
+    linear: LinearBackend,
+    progress: Callable[[str], None],
+) -> "ModelRunner":
+    """See `ModelRunner.load`."""
+    dtype = resolve_dtype(dtype, device)
+    config = _read_config(directory)
+    support.require_supported(config)
+    num_heads, num_kv_heads, head_dim = support.attention_shape(config)
+    max_model_len = support.max_positions(config)
+    layout = KVLayout(config.num_hidden_layers, num_kv_heads, head_dim, block_size, dtype)
+    num_blocks = kv_cache_bytes // layout.block_nbytes
+    if num_blocks < 1:
+        raise ValueError(f"{kv_cache_bytes} bytes of KV cache hold no block of {layout.block_nbytes} bytes")
+    register_paged_attention()
+
+    def make_runner(model: Any, layout: KVLayout, num_blocks: int) -> "ModelRunner":
+        pool = KVPool(layout, num_blocks, device)
+        return runner_class(model, pool, attention, num_heads=num_heads, max_model_len=max_model_len)
+
+    progress(f"checking that {config.model_type} runs on paged attention")
+    num_test_blocks = selftest.blocks_needed(block_size)
+    copy = _random_copy(config).to(device)
+    copy_layout = KVLayout(copy.config.num_hidden_layers, num_kv_heads, head_dim, block_size, "float32")
+    selftest.require_equal_to_eager(
+        make_runner(copy, copy_layout, num_test_blocks), copy, "a random copy of two layers"
+    )
+    progress(f"loading weights as {dtype}")
+    model = _load_weights(directory, config, dtype, device)
+    linear.prepare(model)
+    progress("comparing with transformers' own attention")
+    tested = make_runner(model, layout, num_test_blocks)
+    selftest.require_equal_to_eager(tested, model, "the model itself")
+    result = selftest.measure(tested)
+    runner = make_runner(model, layout, num_blocks)
+    runner.numerics, runner.recompute_exact = result.numerics, result.recompute_exact
+    return runner
+
+
+def _read_config(directory: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise UnsupportedModel(f"no usable model config in {directory}: {error}") from error
+
+
+def _random_copy(config: Any) -> Any:
+    small = support.two_layer_copy(config, vocab_size=selftest.COPY_VOCAB_SIZE, window=selftest.WINDOW)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation=INTERFACE_NAME)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    # Weights as large as trained ones: the library's would leave attention nearly uniform and hide a
+                    # wrong scaling or mask.
+                    parameter.normal_(std=parameter.shape[-1] ** -0.5)
+                else:
+                    parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model.eval()
+
+
+def _load_weights(directory: Path, config: Any, dtype: str, device: str) -> Any:
+    transformers_logging.disable_progress_bar()
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=config,
+            dtype=DTYPES[dtype],
+            attn_implementation=INTERFACE_NAME,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UnsupportedModel(f"cannot load safetensors weights from {directory}: {error}") from error
+    absent = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    if absent:
+        raise UnsupportedModel(f"{directory} lacks weights that the model needs: {', '.join(absent[:5])}")
+    return model.eval().to(device)
+
+
+def _has_bfloat16_units(device: str) -> bool:
+    if torch.device(device).type != "cpu":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))

@@ -1,0 +1,113 @@
+"""Runs a transformers model on the paged pool: one packed forward per call.
+
+Owned and called by the engine thread alone; owns the model, the pool's contents and the count of forwards.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from splitserve.engine import loading
+from splitserve.engine.attention import AttentionBackend, ForwardContext
+from splitserve.engine.batch import Segment
+from splitserve.engine.linear import LinearBackend, TorchLinear
+from splitserve.engine.packing import PackedBatch, at_least_two, check_segment, pack
+from splitserve.engine.pool import KVPool
+from splitserve.engine.torch_attention import TorchAttention
+
+
+class ModelRunner:
+    """A model whose K and V live in `pool`.
+
+    `numerics` names how this process rounds (a hash of fixed logits) and `recompute_exact` says whether a token's K, V
+    and logits are the same bits alone, in a batch and in any chunk; both come from the self-test of `load`.
+    """
+
+    def __init__(
+        self, model: Any, pool: KVPool, attention: AttentionBackend, *, num_heads: int, max_model_len: int
+    ) -> None:
+        self.layout = pool.layout
+        self.pool = pool
+        self.vocab_size: int = model.config.vocab_size
+        self.max_model_len = max_model_len
+        self.num_forwards = 0
+        self.numerics = ""
+        self.recompute_exact = False
+        self._model = model
+        self._attention = attention
+        self._num_heads = num_heads
+        self._device = pool.tensor.device
+        self._layers = list(range(pool.layout.num_layers))
+
+    @classmethod
+    def load(
+        cls,
+        directory: Path,
+        *,
+        dtype: str,
+        device: str,
+        block_size: int,
+        kv_cache_bytes: int,
+        attention: AttentionBackend | None = None,
+        linear: LinearBackend | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> "ModelRunner":
+        """Reads the model in `directory`, proves that it can be served, and makes a pool of `kv_cache_bytes`.
+
+        `dtype` is "auto", "bfloat16" or "float32". UnsupportedModel (a ValueError) with the reason when the model
+        cannot be served; ValueError when not even one block fits into `kv_cache_bytes`.
+        """
+        return loading.load_runner(
+            cls,
+            directory,
+            dtype=dtype,
+            device=device,
+            block_size=block_size,
+            kv_cache_bytes=kv_cache_bytes,
+            attention=attention or TorchAttention(),
+            linear=linear or TorchLinear(),
+            progress=progress or (lambda _: None),
+        )
+
+    @torch.inference_mode()
+    def run(self, segments: Sequence[Segment]) -> torch.Tensor:
+        """Computes all segments in one forward without padding and writes their K and V into the pool.
+
+        Returns float32 logits `[segments with wants_logits, vocab]` in the order of `segments`, on the model's device.
+        ValueError, before anything is written, for a segment that no forward can compute.
+        """
+        if not segments:
+            raise ValueError("a forward needs at least one segment")
+        for segment in segments:
+            check_segment(
+                segment,
+                block_size=self.layout.block_size,
+                num_blocks=self.pool.num_blocks,
+                vocab_size=self.vocab_size,
+                max_model_len=self.max_model_len,
+            )
+        batch = pack(segments, self.layout.block_size, self._device)
+        # What an earlier owner left behind the tokens of a partial block may be NaN, which no mask can hide from a sum.
+        self.pool.clear(batch.started_blocks)
+        logits = self._forward(batch)
+        return logits[: len(batch.logit_rows)].float()
+
+    def _forward(self, batch: PackedBatch) -> torch.Tensor:
+        context = ForwardContext(batch, self.pool, self._attention.plan(batch, self.pool, self._num_heads))
+        logit_rows = torch.tensor(batch.logit_rows, dtype=torch.int64, device=self._device)
+        self.num_forwards += 1
+        output = self._model(
+            input_ids=at_least_two(batch.token_ids).unsqueeze(0),
+            position_ids=at_least_two(batch.positions).unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=at_least_two(logit_rows),
+            paged_context=context,
+        )
+        if context.layers_called != self._layers:
+            raise ValueError(
+                f"paged attention ran for layers {context.layers_called}, not once for each of {len(self._layers)}"
+            )
+        logits: torch.Tensor = output.logits[0]
+        return logits
