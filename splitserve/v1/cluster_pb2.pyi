@@ -55,7 +55,6 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_PREEMPTED: _Reason.ValueType  # 8
     REASON_INTERNAL: _Reason.ValueType  # 9
     REASON_RELEASED: _Reason.ValueType  # 10
-    REASON_UNKNOWN_ATTEMPT: _Reason.ValueType  # 11
 
 class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper): ...
 
@@ -72,7 +71,6 @@ REASON_TIMEOUT: Reason.ValueType  # 7
 REASON_PREEMPTED: Reason.ValueType  # 8
 REASON_INTERNAL: Reason.ValueType  # 9
 REASON_RELEASED: Reason.ValueType  # 10
-REASON_UNKNOWN_ATTEMPT: Reason.ValueType  # 11
 Global___Reason: _TypeAlias = Reason  # noqa: Y015
 
 class _FinishReason:
@@ -104,7 +102,7 @@ class WorkerMessage(_message.Message):
     STEP_TOKENS_FIELD_NUMBER: _builtins.int
     ATTEMPT_ENDED_FIELD_NUMBER: _builtins.int
     LINK_REPORT_FIELD_NUMBER: _builtins.int
-    DRAINING_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -122,9 +120,7 @@ class WorkerMessage(_message.Message):
     @_builtins.property
     def link_report(self) -> Global___LinkReport: ...
     @_builtins.property
-    def draining(self) -> Global___Draining:
-        """The worker takes no new work and will leave when what it runs has ended."""
-
+    def accepted(self) -> Global___Accepted: ...
     def __init__(
         self,
         *,
@@ -136,13 +132,13 @@ class WorkerMessage(_message.Message):
         step_tokens: Global___StepTokens | None = ...,
         attempt_ended: Global___AttemptEnded | None = ...,
         link_report: Global___LinkReport | None = ...,
-        draining: Global___Draining | None = ...,
+        accepted: Global___Accepted | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attempt_ended", b"attempt_ended", "body", b"body", "draining", b"draining", "first_tokens", b"first_tokens", "hello", b"hello", "link_report", b"link_report", "load", b"load", "refused", b"refused", "reserved", b"reserved", "step_tokens", b"step_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "attempt_ended", b"attempt_ended", "body", b"body", "first_tokens", b"first_tokens", "hello", b"hello", "link_report", b"link_report", "load", b"load", "refused", b"refused", "reserved", b"reserved", "step_tokens", b"step_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_ended", b"attempt_ended", "body", b"body", "draining", b"draining", "first_tokens", b"first_tokens", "hello", b"hello", "link_report", b"link_report", "load", b"load", "refused", b"refused", "reserved", b"reserved", "step_tokens", b"step_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "attempt_ended", b"attempt_ended", "body", b"body", "first_tokens", b"first_tokens", "hello", b"hello", "link_report", b"link_report", "load", b"load", "refused", b"refused", "reserved", b"reserved", "step_tokens", b"step_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "load", "reserved", "refused", "first_tokens", "step_tokens", "attempt_ended", "link_report", "draining"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "load", "reserved", "refused", "first_tokens", "step_tokens", "attempt_ended", "link_report", "accepted"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -701,7 +697,7 @@ Global___Ticket: _TypeAlias = Ticket  # noqa: Y015
 
 @_typing.final
 class Prefill(_message.Message):
-    """Hands a prompt and a ticket to a prefill worker. Answered by `first_tokens`, `refused` or `attempt_ended`."""
+    """Hands a prompt and a ticket to a prefill worker. Answered by `accepted`, then `first_tokens`; or by `refused`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -733,6 +729,27 @@ class Prefill(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Prefill: _TypeAlias = Prefill  # noqa: Y015
+
+@_typing.final
+class Accepted(_message.Message):
+    """The prefill worker has blocks for the whole prompt: what is accepted is computed to its end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPT_ID_FIELD_NUMBER: _builtins.int
+    attempt_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        attempt_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Accepted: _TypeAlias = Accepted  # noqa: Y015
 
 @_typing.final
 class Refused(_message.Message):
@@ -922,18 +939,3 @@ class LinkReport(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LinkReport: _TypeAlias = LinkReport  # noqa: Y015
-
-@_typing.final
-class Draining(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Draining: _TypeAlias = Draining  # noqa: Y015

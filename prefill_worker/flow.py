@@ -1,0 +1,237 @@
+"""One attempt's path through a prefill worker: admitted → computed in chunks → first token → blocks acknowledged.
+
+Runs on the engine thread and owns the attempts and the allocator. An attempt's blocks are in use from admission until its
+transfer has ended one way or the other, because until then the KV thread may still read them. Every path out of here,
+refusal apart, therefore leads through the transfer's terminal event.
+"""
+
+import time
+from dataclasses import dataclass, field
+
+import structlog
+from kvtransfer import events
+from kvtransfer.ticket import Ticket
+from prefill_worker.scheduler import Chunk, PromptView, plan_step
+from splitserve.engine.allocator import BlockAllocator
+from splitserve.engine.batch import Segment
+from splitserve.engine.block_keys import block_keys
+from splitserve.engine.sampler import SamplingParams
+from splitserve.worker import messages
+from splitserve.worker.engine_setup import EngineContext
+from splitserve.worker.messages import Reason
+from splitserve.worker.payload import encode_finish
+from splitserve.worker.sampling import Draw, draw_tokens, sampling_params
+
+log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class PrefillAttempt:
+    """A prompt being computed or sent. `num_computed` tokens have their KV in `blocks`, `num_sent` blocks are on their way."""
+
+    attempt: str
+    session: int
+    ticket: Ticket
+    params: SamplingParams
+    sample: messages.Sample
+    num_prompt: int
+    token_ids: list[int]
+    blocks: list[int]
+    deadline: float
+    num_computed: int = 0
+    num_sent: int = 0
+    released: bool = field(default=False)
+    "Nobody wants the result any more: no more chunks, no reports."
+
+    @property
+    def is_computing(self) -> bool:
+        return not self.released and self.num_computed < len(self.token_ids)
+
+
+class PrefillEngine:
+    """What the prefill worker adds to the engine loop."""
+
+    def __init__(self, context: EngineContext) -> None:
+        self._context = context
+        self._runner = context.runner
+        self._agent = context.agent
+        self._publish = context.publish
+        self._allocator = BlockAllocator(context.runner.pool.num_blocks)
+        self._attempts: dict[str, PrefillAttempt] = {}
+        self._by_transfer: dict[str, PrefillAttempt] = {}
+
+    # Commands and events
+
+    def handle(self, item: messages.Command | events.KVEvent) -> None:
+        match item:
+            case messages.Prefill():
+                self._admit(item)
+            case messages.Release(attempt=attempt):
+                self._release(self._attempts.get(attempt), "released by the router")
+            case messages.EndSession(session=session):
+                for attempt in [a for a in self._attempts.values() if a.session == session]:
+                    self._release(attempt, "the router is gone")
+            case messages.SetPeers(endpoints=endpoints):
+                self._agent.set_peers(endpoints)
+            case events.TransferAcked(transfer_id=transfer_id):
+                self._forget(transfer_id)
+            case events.TransferFailed(transfer_id=transfer_id, reason=reason, detail=detail):
+                self._transfer_failed(transfer_id, f"{reason}: {detail}")
+            case _:
+                log.warning("unexpected message", type=type(item).__name__)
+
+    def _admit(self, command: messages.Prefill) -> None:
+        """Takes the prompt only if blocks for all of it are there now, so that what is admitted always finishes."""
+        if command.attempt in self._attempts:
+            return
+        sample = command.start.samples[0]
+        token_ids = command.start.prompt_ids + sample.output_ids
+        num_blocks = self._runner.layout.blocks_for(len(token_ids))
+        if refusal := self._too_large(len(token_ids), num_blocks):
+            self._refuse(command, Reason.TOO_LARGE, refusal)
+            return
+        blocks = self._allocator.allocate(num_blocks)
+        if blocks is None:
+            available = self._allocator.available
+            self._refuse(command, Reason.NO_ROOM, f"{num_blocks} blocks needed, {available} available")
+            return
+        attempt = PrefillAttempt(
+            attempt=command.attempt,
+            session=command.session,
+            ticket=command.ticket,
+            params=sampling_params(command.start.limits),
+            sample=sample,
+            num_prompt=len(command.start.prompt_ids),
+            token_ids=token_ids,
+            blocks=blocks,
+            deadline=time.monotonic() + command.timeout_s,
+            num_sent=command.ticket.num_cached_blocks,
+        )
+        self._attempts[attempt.attempt] = attempt
+        self._by_transfer[attempt.ticket.transfer_id] = attempt
+        self._agent.open(attempt.ticket)
+        self._publish(messages.Accepted(session=command.session, attempt=command.attempt))
+
+    def _too_large(self, num_tokens: int, num_blocks: int) -> str | None:
+        if num_tokens >= self._context.max_model_len:
+            return f"{num_tokens} tokens leave no room for output: the context is {self._context.max_model_len}"
+        total = self._allocator.counts().total
+        if num_blocks > total:
+            return f"{num_tokens} tokens need {num_blocks} blocks: the pool has {total}"
+        return None
+
+    def _refuse(self, command: messages.Prefill, reason: Reason, message: str) -> None:
+        self._publish(
+            messages.Refused(session=command.session, attempt=command.attempt, reason=reason, message=message)
+        )
+
+    def _release(self, attempt: PrefillAttempt | None, reason: str) -> None:
+        if attempt is not None and not attempt.released:
+            attempt.released = True
+            self._agent.cancel(attempt.ticket.transfer_id, reason)
+
+    def _end(self, attempt: PrefillAttempt, reason: Reason, message: str) -> None:
+        """Tells the router that the attempt is lost, then lets it go."""
+        if not attempt.released:
+            self._publish(
+                messages.AttemptEnded(
+                    session=attempt.session, attempt=attempt.attempt, reason=reason, message=message
+                )
+            )
+        self._release(attempt, message)
+
+    def _transfer_failed(self, transfer_id: str, detail: str) -> None:
+        attempt = self._by_transfer.get(transfer_id)
+        if attempt is not None and not attempt.released:
+            attempt.released = True
+            self._publish(
+                messages.AttemptEnded(
+                    session=attempt.session, attempt=attempt.attempt, reason=Reason.TRANSFER_FAILED, message=detail
+                )
+            )
+        self._forget(transfer_id)
+
+    def _forget(self, transfer_id: str) -> None:
+        """The transfer is over: nothing reads the blocks any more."""
+        attempt = self._by_transfer.pop(transfer_id, None)
+        if attempt is not None:
+            del self._attempts[attempt.attempt]
+            self._allocator.release(attempt.blocks)
+
+    def expire(self, now: float) -> None:
+        for attempt in self._attempts.values():
+            if now > attempt.deadline and not attempt.released:
+                self._end(attempt, Reason.TIMEOUT, "the prefill deadline passed")
+
+    # Steps
+
+    def has_work(self) -> bool:
+        return any(attempt.is_computing for attempt in self._attempts.values())
+
+    def step(self) -> None:
+        prompts = [
+            PromptView(a.attempt, len(a.token_ids), a.num_computed) for a in self._attempts.values() if a.is_computing
+        ]
+        chunks = plan_step(prompts, self._context.config.max_num_batched_tokens)
+        logits = self._runner.run([self._segment(chunk) for chunk in chunks])
+        finished = []
+        for chunk in chunks:
+            attempt = self._attempts[chunk.attempt]
+            attempt.num_computed += chunk.length
+            if attempt.is_computing:
+                self._push_blocks(attempt, attempt.num_computed // self._runner.layout.block_size)
+            else:
+                finished.append(attempt)
+        if finished:
+            draws = [Draw(a.params, a.sample.index, a.num_prompt, len(a.sample.output_ids)) for a in finished]
+            tokens = draw_tokens(logits, draws, self._context.description.eos_token_ids, self._context.max_model_len)
+            for attempt, token in zip(finished, tokens, strict=True):
+                self._hand_off(attempt, token)
+
+    def _segment(self, chunk: Chunk) -> Segment:
+        attempt = self._attempts[chunk.attempt]
+        end = chunk.start + chunk.length
+        return Segment(
+            token_ids=attempt.token_ids[chunk.start : end],
+            start=chunk.start,
+            block_table=attempt.blocks,
+            wants_logits=end == len(attempt.token_ids),
+        )
+
+    def _push_blocks(self, attempt: PrefillAttempt, upto: int) -> None:
+        """Sends the blocks before `upto` that have not been sent; the next chunk is computed meanwhile."""
+        if upto > attempt.num_sent:
+            indices = range(attempt.num_sent, upto)
+            self._agent.send(attempt.ticket.transfer_id, [(index, attempt.blocks[index]) for index in indices])
+            attempt.num_sent = upto
+
+    def _hand_off(self, attempt: PrefillAttempt, token: messages.Token | None) -> None:
+        """The first token goes to the router at once and to the decode worker behind the last block."""
+        if token is None:
+            self._end(attempt, Reason.INTERNAL, "the model's logits are not finite")
+            return
+        self._publish(
+            messages.FirstTokens(
+                session=attempt.session, attempt=attempt.attempt, tokens=[token], num_cached_tokens=0,
+                num_computed_tokens=len(attempt.token_ids),
+            )
+        )
+        self._push_blocks(attempt, len(attempt.blocks))
+        keys = block_keys(attempt.token_ids, self._runner.layout.block_size, {"model": self._context.fingerprint.model})
+        self._agent.finish(attempt.ticket.transfer_id, keys, encode_finish([token]))
+
+    def load(self) -> messages.Load:
+        counts = self._allocator.counts()
+        stats = self._agent.stats()
+        computing = [a for a in self._attempts.values() if a.is_computing]
+        return messages.Load(
+            blocks_free=counts.free,
+            blocks_cached=counts.cached,
+            blocks_in_use=counts.in_use,
+            blocks_reserved=counts.reserved,
+            num_running=sum(a.num_computed > 0 for a in computing),
+            num_waiting=sum(a.num_computed == 0 for a in computing),
+            waiting_tokens=sum(len(a.token_ids) - a.num_computed for a in computing),
+            kv_bytes_sent=stats.bytes_sent,
+            kv_bytes_received=stats.bytes_received,
+        )

@@ -1,0 +1,54 @@
+"""The step clock: a few words of shared memory in which the engine thread leaves signs of life and the front reads them.
+
+Messages would not do: an engine that is stuck in a step, stopped, or swapped out sends none, and telling these apart from
+an idle one is the point.
+"""
+
+import mmap
+import os
+import struct
+import time
+from typing import NamedTuple
+
+_WORDS = struct.Struct("<QQQ")  # finished steps, start of the running step (ns, 0 = idle), last sign of life (ns)
+
+
+class Signs(NamedTuple):
+    """What the front sees: counters, and ages in seconds."""
+
+    steps: int
+    step_age_s: float
+    silence_s: float
+
+
+class StepClock:
+    """One writer (the engine thread), any number of readers. Torn reads are harmless: the next read corrects them."""
+
+    def __init__(self, fd: int) -> None:
+        self._memory = mmap.mmap(fd, mmap.PAGESIZE)
+        self._steps = 0
+
+    @staticmethod
+    def create() -> int:
+        """A descriptor of fresh shared memory, to be inherited by the engine process."""
+        fd = os.memfd_create("splitserve-step-clock")
+        os.ftruncate(fd, mmap.PAGESIZE)
+        return fd
+
+    def beat(self) -> None:
+        self._write(0)
+
+    def begin_step(self) -> None:
+        self._write(time.monotonic_ns())
+
+    def end_step(self) -> None:
+        self._steps += 1
+        self._write(0)
+
+    def _write(self, began: int) -> None:
+        _WORDS.pack_into(self._memory, 0, self._steps, began, time.monotonic_ns())
+
+    def read(self) -> Signs:
+        steps, began, seen = _WORDS.unpack_from(self._memory, 0)
+        now = time.monotonic_ns()
+        return Signs(steps, (now - began) / 1e9 if began else 0.0, (now - seen) / 1e9 if seen else 0.0)

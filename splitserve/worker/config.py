@@ -1,0 +1,61 @@
+"""The settings of a worker, one declaration for flags, environment (SPLITSERVE_*) and defaults.
+
+The front parses them and hands them to its engine process unchanged.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from splitserve.service.config import Cores, Duration, Positive, Size
+
+DType = Literal["auto", "bfloat16", "float32"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig:
+    model: str | None = None
+    "Hugging Face repo id, local directory, or GGUF file; default: SmolLM2-135M-Instruct."
+    revision: str | None = None
+    "Branch, tag or commit of a Hugging Face repo."
+    served_model_name: str | None = None
+    "The name that requests use; default: the model's own."
+    dtype: DType = "auto"
+    "auto: bfloat16 where the processor has bfloat16 units, else float32."
+    device: str = "auto"
+    "auto or cpu."
+    block_size: Positive = 16
+    "Tokens in one KV block."
+    max_model_len: Positive | None = None
+    "Largest prompt + output in tokens; default: the model's context."
+    max_num_seqs: Positive = 64
+    "Sequences that run, or are reserved, at once."
+    max_num_batched_tokens: Positive = 512
+    "Tokens that one step computes at most."
+    kv_cache_memory: Size = 1 << 30
+    "Size of the KV pool, such as 2GiB."
+    threads: Positive = 1
+    "Threads that one step computes with."
+    cores: Cores | None = None
+    "Processor cores of the engine thread, such as 0,1; default: all."
+    kv_transport: Literal["auto", "zmq"] = "auto"
+    "How KV blocks travel."
+    bind: str = "127.0.0.1"
+    "Address that the KV and HTTP ports listen on."
+    advertise: str | None = None
+    "Address that peers dial; default: the bind address."
+    router: str = "127.0.0.1:50052"
+    "The router's internal port. Every address of the name is joined."
+    http_port: int = 8080
+    "Health and metrics; 0 picks a free port."
+    transfer_timeout: Duration = 10.0
+    "A KV transfer without progress for this long fails."
+    stall_timeout: Duration = 10.0
+    "A step that runs this long ends the worker."
+    trust_remote_code: bool = False
+    "Accept models that bring their own code."
+    allow_pickle: bool = False
+    "Accept weights in pickle files."
+    fault_plan: str | None = None
+    "Faults to inject into KV transfers; testing only."
+    parent_fd: int | None = None
+    "The worker ends when this inherited descriptor reaches its end."

@@ -1,0 +1,152 @@
+"""The engine process of a worker: turns commands and KV events into steps.
+
+Threads: the engine thread (the loop below, the only one that touches model, allocator and attempts), one reader of the
+front's socket, and the KV thread inside `KVAgent`. They meet in one inbox. The front starts this process with two inherited
+descriptors and takes its exit for the worker's death.
+"""
+
+import argparse
+import queue
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import structlog
+from kvtransfer import events
+from splitserve.service.errors import SplitserveError
+from splitserve.service.logging import configure_logging
+from splitserve.worker import messages
+from splitserve.worker.clock import StepClock
+from splitserve.worker.engine_setup import EngineContext, Publish, build_context, ready_report
+from splitserve.worker.link import EngineLink
+
+# How often an idle engine shows a sign of life and looks at deadlines.
+_IDLE_WAIT_S = 0.2
+# The engine shares its interpreter with the KV thread: the default of 5 ms would be added to a step now and then.
+_SWITCH_INTERVAL_S = 1e-4
+
+log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+
+Item = messages.Command | events.KVEvent | None
+
+
+class RoleEngine(Protocol):
+    """What prefill and decode put into the loop. Every method runs on the engine thread."""
+
+    def handle(self, item: messages.Command | events.KVEvent) -> None: ...
+
+    def expire(self, now: float) -> None:
+        """Ends what has passed its deadline; `now` is monotonic seconds."""
+
+    def has_work(self) -> bool: ...
+
+    def step(self) -> None: ...
+
+    def load(self) -> messages.Load: ...
+
+
+def run_engine(make_engine: Callable[[EngineContext], RoleEngine], role: str) -> int:
+    """The whole life of an engine process; returns its exit status."""
+    parser = argparse.ArgumentParser(description="Started by a worker's front, not by hand.")
+    parser.add_argument("--link-fd", type=int, required=True)
+    parser.add_argument("--clock-fd", type=int, required=True)
+    arguments = parser.parse_args()
+    configure_logging(f"{role}-engine")
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    link = EngineLink(socket.socket(fileno=arguments.link_fd))
+    configure = link.receive()
+    if not isinstance(configure, messages.Configure):
+        return 1
+    inbox: queue.SimpleQueue[Item] = queue.SimpleQueue()
+    try:
+        context = build_context(configure, link.send, inbox.put)
+    except (SplitserveError, ValueError) as error:
+        link.send(messages.StartFailed(message=str(error)))
+        return 1
+    threading.Thread(target=_read_commands, args=(link, inbox), name="front-reader", daemon=True).start()
+    try:
+        link.send(ready_report(context))
+        EngineLoop(make_engine(context), context.publish, inbox, StepClock(arguments.clock_fd)).run()
+    except OSError as error:
+        log.error("the front is gone", error=str(error))
+        return 1
+    finally:
+        context.agent.close()
+    return 0
+
+
+def _read_commands(link: EngineLink, inbox: "queue.SimpleQueue[Item]") -> None:
+    while (command := link.receive()) is not None:
+        inbox.put(command)
+    inbox.put(None)
+
+
+class EngineLoop:
+    """schedule → run → publish, for as long as there is work; a wait on the inbox otherwise."""
+
+    def __init__(
+        self, engine: RoleEngine, publish: Publish, inbox: "queue.SimpleQueue[Item]", clock: StepClock
+    ) -> None:
+        self._engine = engine
+        self._publish = publish
+        self._inbox = inbox
+        self._clock = clock
+        self._last_load: messages.Load | None = None
+
+    def run(self) -> None:
+        """Returns when the front says stop or is gone."""
+        while True:
+            for item in self._arrived():
+                if item is None or isinstance(item, messages.Stop):
+                    return
+                self._dispatch(item)
+            self._engine.expire(time.monotonic())
+            if self._engine.has_work():
+                self._clock.begin_step()
+                self._engine.step()
+                self._clock.end_step()
+            else:
+                self._clock.beat()
+            self._publish_load()
+
+    def _arrived(self) -> Iterator[Item]:
+        """Everything in the inbox; waits for the first item when there is nothing else to do."""
+        try:
+            if not self._engine.has_work():
+                yield self._inbox.get(timeout=_IDLE_WAIT_S)
+            while True:
+                yield self._inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _dispatch(self, item: messages.Command | events.KVEvent) -> None:
+        match item:
+            case events.LinkUp(worker_id=peer, path=path):
+                self._publish(messages.LinkReport(peer=peer, reachable=True, detail=path))
+            case events.LinkDown(worker_id=peer, reason=reason):
+                self._publish(messages.LinkReport(peer=peer, reachable=False, detail=reason))
+            case events.LinkRefused(worker_id=peer, detail=detail):
+                log.error("a peer does not fit", peer=peer, detail=detail)
+                self._publish(messages.LinkReport(peer=peer, reachable=False, detail=detail))
+            case events.AgentStopped(detail=detail):
+                raise RuntimeError(f"the KV thread stopped: {detail}")
+            case events.TransferComplete(num_bytes=num_bytes, seconds=seconds):
+                self._publish(messages.TransferReport("sink", "", num_bytes, seconds))
+                self._engine.handle(item)
+            case events.TransferAcked(num_bytes=num_bytes, seconds=seconds):
+                self._publish(messages.TransferReport("source", "", num_bytes, seconds))
+                self._engine.handle(item)
+            case events.TransferFailed(side=side, reason=failure):
+                self._publish(messages.TransferReport(side.value, failure.value.lower()))
+                self._engine.handle(item)
+            case _:
+                self._engine.handle(item)
+
+    def _publish_load(self) -> None:
+        load = self._engine.load()
+        if load != self._last_load:
+            self._last_load = load
+            self._publish(load)

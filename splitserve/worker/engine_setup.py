@@ -1,0 +1,128 @@
+"""What an engine process does once, before its loop: the model in memory, the KV endpoint open, the cores chosen."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from kvtransfer.agent import KVAgent
+from kvtransfer.events import KVEvent
+from kvtransfer.fingerprint import Fingerprint
+from splitserve.engine.layout import KVLayout
+from splitserve.engine.runner import ModelRunner
+from splitserve.models.description import ModelDescription
+from splitserve.models.locate import locate_model
+from splitserve.worker import messages
+from splitserve.worker.config import WorkerConfig
+from splitserve.worker.kv import make_agent
+
+Publish = Callable[[messages.Report], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineContext:
+    """What a role's engine works with."""
+
+    worker_id: str
+    config: WorkerConfig
+    description: ModelDescription
+    runner: ModelRunner
+    agent: KVAgent
+    fingerprint: Fingerprint
+    publish: Publish
+    max_model_len: int
+
+
+def build_context(
+    configure: messages.Configure, publish: Publish, on_event: Callable[[KVEvent], None]
+) -> EngineContext:
+    """Loads the model and opens the KV endpoint; raises SplitserveError or ValueError with the reason if it cannot."""
+    config = configure.config
+
+    def progress(text: str) -> None:
+        publish(messages.Progress(text=text))
+
+    description = locate_model(
+        config.model,
+        revision=config.revision,
+        progress=progress,
+        trust_remote_code=config.trust_remote_code,
+        allow_pickle=config.allow_pickle,
+    )
+    torch.set_num_threads(config.threads)
+    with _pinned(config.cores):
+        runner = ModelRunner.load(
+            description.directory,
+            dtype=config.dtype,
+            device=config.device,
+            block_size=config.block_size,
+            kv_cache_bytes=config.kv_cache_memory,
+            progress=progress,
+        )
+    fingerprint = _fingerprint(
+        config.served_model_name or description.name, config.revision or description.revision, runner.layout
+    )
+    # Started unpinned: the KV thread and ZeroMQ's I/O thread inherit every core, so that they can stay off the engine's.
+    agent = make_agent(config, configure.worker_id, fingerprint, runner.pool, on_event)
+    agent.start()
+    if config.cores:
+        os.sched_setaffinity(0, config.cores)
+    return EngineContext(
+        worker_id=configure.worker_id,
+        config=config,
+        description=description,
+        runner=runner,
+        agent=agent,
+        fingerprint=fingerprint,
+        publish=publish,
+        max_model_len=min(config.max_model_len or runner.max_model_len, runner.max_model_len),
+    )
+
+
+def ready_report(context: EngineContext) -> messages.Ready:
+    runner, config = context.runner, context.config
+    return messages.Ready(
+        fingerprint=context.fingerprint,
+        num_blocks=runner.pool.num_blocks,
+        block_size=runner.layout.block_size,
+        block_nbytes=runner.layout.block_nbytes,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=context.max_model_len,
+        kv_endpoint=context.agent.endpoint,
+        device=runner.device,
+        transport="zmq",
+        numerics=runner.numerics,
+        recompute_exact=runner.recompute_exact,
+    )
+
+
+def _fingerprint(model: str, revision: str, layout: KVLayout) -> Fingerprint:
+    return Fingerprint(
+        model=model,
+        revision=revision,
+        dtype=layout.dtype,
+        block_size=layout.block_size,
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        layout_version=layout.LAYOUT_VERSION,
+        tp_rank=0,
+        tp_size=1,
+    )
+
+
+@contextmanager
+def _pinned(cores: tuple[int, ...] | None) -> Iterator[None]:
+    """Runs the body on `cores` only: threads that torch starts in it inherit the choice."""
+    if not cores:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

@@ -1,0 +1,232 @@
+"""The front process of a worker: joins routers, answers health and metrics, and watches its engine process.
+
+One event loop and no torch, so that heartbeats never wait for a step. The engine's reports go up to the router that each
+belongs to; the routers' commands go down. When the engine ends or stands still, the front ends too: every `Join` stream
+closes, which is how routers learn of a death.
+"""
+
+import asyncio
+import contextlib
+import enum
+import os
+import socket
+import sys
+import uuid
+from asyncio.subprocess import Process
+
+import structlog
+
+from splitserve.service.config import EXIT_CONFIG
+from splitserve.service.lifecycle import StopRequest, first_of, run_loop
+from splitserve.service.logging import configure_logging
+from splitserve.v1 import cluster_pb2 as pb
+from splitserve.worker import messages, translate
+from splitserve.worker.clock import StepClock
+from splitserve.worker.config import WorkerConfig
+from splitserve.worker.http import WorkerHttp
+from splitserve.worker.join import Joiner, RouterConnection
+from splitserve.worker.link import FrontLink, socket_pair
+
+log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+
+_WATCH_INTERVAL_S = 0.5
+_STOP_GRACE_S = 3.0
+
+
+class Role(enum.Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+    @property
+    def proto(self) -> pb.Role.ValueType:
+        return pb.ROLE_PREFILL if self is Role.PREFILL else pb.ROLE_DECODE
+
+
+def run_front(role: Role, config: WorkerConfig) -> int:
+    """The whole life of a worker; returns its exit status (EXIT_CONFIG: starting again cannot help)."""
+    configure_logging(f"{role.value}_worker")
+    return run_loop(lambda stop: Front(role, config).run(stop), config.parent_fd)
+
+
+class EngineProcess:
+    """The engine as a child process, its link, and its step clock."""
+
+    def __init__(self, process: Process, link: FrontLink, clock: StepClock) -> None:
+        self.process = process
+        self.link = link
+        self.clock = clock
+
+    @classmethod
+    async def start(cls, role: Role) -> "EngineProcess":
+        ours, theirs = socket_pair()
+        clock_fd = StepClock.create()
+        fds = (theirs.fileno(), clock_fd)
+        arguments = ["--link-fd", str(fds[0]), "--clock-fd", str(fds[1])]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-m", f"{role.value}_worker.engine", *arguments, pass_fds=fds
+        )
+        theirs.close()
+        clock = StepClock(clock_fd)
+        os.close(clock_fd)
+        return cls(process, await FrontLink.open(ours), clock)
+
+    async def stop(self) -> None:
+        """Asks, waits a little, then kills: an engine holds nothing that needs saving."""
+        self.link.send(messages.Stop())
+        try:
+            async with asyncio.timeout(_STOP_GRACE_S):
+                await self.process.wait()
+        except TimeoutError:
+            self.process.kill()
+            await self.process.wait()
+        self.link.close()
+
+
+class Front:
+    def __init__(self, role: Role, config: WorkerConfig) -> None:
+        self._role = role
+        self._config = config
+        # Random per start: a restarted worker is never taken for its predecessor.
+        self._worker_id = f"{role.value}-{uuid.uuid4().hex[:12]}"
+        self._engine: EngineProcess
+        self._joiner: Joiner
+        self._http: WorkerHttp
+        self._load: messages.Load
+        self._links: dict[str, messages.LinkReport] = {}
+
+    async def run(self, stop: StopRequest) -> int:
+        self._engine = await EngineProcess.start(self._role)
+        try:
+            ready = await self._start_engine(stop)
+            if ready is None:
+                return stop.status
+            await self._serve(ready, stop)
+            log.info("stopping", reason=stop.reason)
+            return stop.status
+        finally:
+            await self._engine.stop()
+
+    async def _start_engine(self, stop: StopRequest) -> messages.Ready | None:
+        """Waits for the model to be loaded; None when the engine cannot serve or `stop` came first."""
+        self._engine.link.send(messages.Configure(worker_id=self._worker_id, config=self._config))
+        ready: messages.Ready | None = None
+
+        async def await_ready() -> None:
+            nonlocal ready
+            while True:
+                match await self._engine.link.receive():
+                    case messages.Progress(text=text):
+                        log.info("starting", step=text)
+                    case messages.Ready() as report:
+                        ready = report
+                        return
+                    case messages.StartFailed(message=message):
+                        log.error("cannot serve", reason=message)
+                        stop.set(message, EXIT_CONFIG)
+                        return
+                    case None:
+                        stop.set("the engine process ended during start-up", 1)
+                        return
+
+        await first_of(await_ready(), stop.wait())
+        if ready is None and stop.status:
+            log.error("start-up failed", reason=stop.reason)
+        return ready
+
+    async def _serve(self, ready: messages.Ready, stop: StopRequest) -> None:
+        self._load = messages.Load(ready.num_blocks, 0, 0, 0, 0, 0, 0, 0, 0)
+        hello = translate.hello_message(
+            ready, worker_id=self._worker_id, role=self._role.proto, host_id=_host_id(), pid=os.getpid()
+        )
+        self._joiner = Joiner(
+            self._config.router, hello, self._load_message, self._on_router_message, self._on_router_end
+        )
+        self._http = WorkerHttp(ready, lambda: [c for c in self._joiner.connections.values() if c.is_joined])
+        async with self._http.serving(self._config.bind, self._config.http_port) as port:
+            log.info("ready", worker_id=self._worker_id, blocks=ready.num_blocks, http_port=port, kv=ready.kv_endpoint.tcp)
+            await first_of(self._joiner.run(), self._read_reports(stop), self._watch(stop), stop.wait())
+
+    # From the engine
+
+    async def _read_reports(self, stop: StopRequest) -> None:
+        while (report := await self._engine.link.receive()) is not None:
+            self._on_report(report)
+        stop.set("the engine process ended", 1)
+
+    def _on_report(self, report: messages.Report) -> None:
+        match report:
+            case messages.Load():
+                self._load = report
+                self._http.set_load(report)
+                for connection in self._joiner.connections.values():
+                    connection.send(self._load_message())
+            case messages.LinkReport():
+                self._links[report.peer] = report
+                for connection in self._joiner.connections.values():
+                    connection.send(translate.to_worker_message(report))
+            case messages.TransferReport():
+                self._http.count_transfer(report)
+            case messages.Progress(text=text):
+                log.info("engine", step=text)
+            case messages.Ready() | messages.StartFailed():
+                log.error("unexpected report", type=type(report).__name__)
+            case _:
+                self._http.count_tokens(report)
+                connection_of = self._joiner.connections.get(report.session)
+                if connection_of is not None:
+                    connection_of.send(translate.to_worker_message(report))
+
+    async def _watch(self, stop: StopRequest) -> None:
+        """Ends the worker when a step is older than its limit or an idle engine shows no sign of life."""
+        limit = self._config.stall_timeout
+        while True:
+            signs = self._engine.clock.read()
+            if signs.step_age_s > limit or (not signs.step_age_s and signs.silence_s > limit):
+                log.error("the engine stands still", step_age_s=signs.step_age_s, silence_s=signs.silence_s)
+                with contextlib.suppress(ProcessLookupError):
+                    self._engine.process.kill()
+                stop.set("the engine stands still", 1)
+                return
+            await asyncio.sleep(_WATCH_INTERVAL_S)
+
+    def _load_message(self) -> pb.WorkerMessage:
+        return translate.load_message(self._load, self._engine.clock.read())
+
+    # From routers
+
+    def _on_router_message(self, connection: RouterConnection, message: pb.RouterMessage) -> None:
+        if message.WhichOneof("body") == "peers":
+            connection.peers = list(message.peers.peers)
+            self._set_peers()
+            for report in self._links.values():
+                connection.send(translate.to_worker_message(report))
+            return
+        command = translate.to_command(message, connection.session)
+        if command is not None:
+            self._engine.link.send(command)
+
+    def _on_router_end(self, connection: RouterConnection) -> None:
+        self._engine.link.send(messages.EndSession(session=connection.session))
+        self._set_peers()
+
+    def _set_peers(self) -> None:
+        """Blocks flow from prefill to decode workers, so that is who dials: the sinks of every router together."""
+        if self._role is not Role.PREFILL:
+            return
+        endpoints = {
+            peer.worker_id: translate.to_endpoint(peer.kv_endpoint)
+            for connection in self._joiner.connections.values()
+            for peer in connection.peers
+            if peer.role == pb.ROLE_DECODE
+        }
+        self._links = {peer: report for peer, report in self._links.items() if peer in endpoints}
+        self._engine.link.send(messages.SetPeers(endpoints=endpoints))
+
+
+def _host_id() -> str:
+    """Stable per machine and boot; for placement and display, never for trust."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return socket.gethostname()

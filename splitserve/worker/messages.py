@@ -1,0 +1,237 @@
+"""What the front and the engine process of one worker say to each other over their local socket.
+
+Commands flow from the front to the engine, reports the other way. `session` names the router connection that a message
+belongs to: the front numbers its connections, so the engine needs to know nothing about routers.
+"""
+
+import enum
+
+import msgspec
+
+from kvtransfer.endpoint import KVEndpoint
+from kvtransfer.fingerprint import Fingerprint
+from kvtransfer.ticket import Ticket
+from splitserve.worker.config import WorkerConfig
+
+MAX_MESSAGE_BYTES = 64 << 20
+
+
+class Reason(enum.StrEnum):
+    """Why a worker refused or ended an attempt."""
+
+    NO_ROOM = "no_room"
+    DRAINING = "draining"
+    UNREACHABLE_PEER = "unreachable_peer"
+    TOO_LARGE = "too_large"
+    INVALID = "invalid"
+    TRANSFER_FAILED = "transfer_failed"
+    TIMEOUT = "timeout"
+    PREEMPTED = "preempted"
+    INTERNAL = "internal"
+    RELEASED = "released"
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One sample of a request: its index, stable over attempts, and what earlier attempts already produced."""
+
+    index: int
+    output_ids: list[int]
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """How to sample and when to stop: the limits of the request, not of the attempt."""
+
+    seed: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    max_tokens: int
+    min_tokens: int
+    stop_token_ids: list[int]
+    ignore_eos: bool
+
+
+class Start(msgspec.Struct, frozen=True):
+    """What an attempt continues from. Prompt and outputs stay apart, because limits count outputs only."""
+
+    prompt_ids: list[int]
+    samples: list[Sample]
+    limits: Limits
+
+
+class Token(msgspec.Struct, frozen=True):
+    """One generated token; `position` counts the sample's outputs over all attempts, `finish_reason` is "" while it runs."""
+
+    sample: int
+    position: int
+    token_id: int
+    finish_reason: str = ""
+    attempt: str = ""
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """Base of everything on the local socket: the tag is the class name."""
+
+
+# Commands: front → engine.
+
+
+class Configure(Message, frozen=True):
+    """The first command: what to serve, and under which id."""
+
+    worker_id: str
+    config: WorkerConfig
+
+
+class Reserve(Message, frozen=True):
+    session: int
+    attempt: str
+    start: Start
+    timeout_s: float
+
+
+class Prefill(Message, frozen=True):
+    session: int
+    attempt: str
+    start: Start
+    ticket: Ticket
+    timeout_s: float
+
+
+class Release(Message, frozen=True):
+    attempt: str
+    reason: str
+
+
+class EndSession(Message, frozen=True):
+    """The router connection is gone: whatever it had here ends."""
+
+    session: int
+
+
+class SetPeers(Message, frozen=True):
+    """Every worker that this one may send blocks to, by id."""
+
+    endpoints: dict[str, KVEndpoint]
+
+
+class Stop(Message, frozen=True):
+    pass
+
+
+Command = Configure | Reserve | Prefill | Release | EndSession | SetPeers | Stop
+
+# Reports: engine → front.
+
+
+class Progress(Message, frozen=True):
+    """What start-up is doing, for the log."""
+
+    text: str
+
+
+class StartFailed(Message, frozen=True):
+    """The engine cannot serve this configuration, now or later."""
+
+    message: str
+
+
+class Ready(Message, frozen=True):
+    """The engine can take work."""
+
+    fingerprint: Fingerprint
+    num_blocks: int
+    block_size: int
+    block_nbytes: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    kv_endpoint: KVEndpoint
+    device: str
+    transport: str
+    numerics: str
+    recompute_exact: bool
+
+
+class Reserved(Message, frozen=True):
+    session: int
+    attempt: str
+    ticket: Ticket
+
+
+class Accepted(Message, frozen=True):
+    session: int
+    attempt: str
+
+
+class Refused(Message, frozen=True):
+    session: int
+    attempt: str
+    reason: Reason
+    message: str
+
+
+class FirstTokens(Message, frozen=True):
+    session: int
+    attempt: str
+    tokens: list[Token]
+    num_cached_tokens: int
+    num_computed_tokens: int
+
+
+class StepTokens(Message, frozen=True):
+    """The new tokens of one decode step, for one router connection."""
+
+    session: int
+    tokens: list[Token]
+
+
+class AttemptEnded(Message, frozen=True):
+    session: int
+    attempt: str
+    reason: Reason
+    message: str
+
+
+class LinkReport(Message, frozen=True):
+    peer: str
+    reachable: bool
+    detail: str
+
+
+class TransferReport(Message, frozen=True):
+    """How a KV transfer ended, for the metrics: `reason` is "" for success, `side` is "source" or "sink"."""
+
+    side: str
+    reason: str
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+class Load(Message, frozen=True):
+    blocks_free: int
+    blocks_cached: int
+    blocks_in_use: int
+    blocks_reserved: int
+    num_running: int
+    num_waiting: int
+    waiting_tokens: int
+    kv_bytes_sent: int
+    kv_bytes_received: int
+
+
+Report = (
+    Progress
+    | StartFailed
+    | Ready
+    | Reserved
+    | Accepted
+    | Refused
+    | FirstTokens
+    | StepTokens
+    | AttemptEnded
+    | LinkReport
+    | TransferReport
+    | Load
+)

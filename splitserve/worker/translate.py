@@ -1,0 +1,195 @@
+"""Between the contract of `Join` (proto) and the worker's own messages: the only place that knows both."""
+
+from kvtransfer.endpoint import KVEndpoint
+from kvtransfer.ticket import Ticket
+from splitserve.v1 import cluster_pb2 as pb
+from splitserve.worker import messages
+from splitserve.worker.clock import Signs
+from splitserve.worker.messages import Reason
+
+_REASONS = {
+    Reason.NO_ROOM: pb.REASON_NO_ROOM,
+    Reason.DRAINING: pb.REASON_DRAINING,
+    Reason.UNREACHABLE_PEER: pb.REASON_UNREACHABLE_PEER,
+    Reason.TOO_LARGE: pb.REASON_TOO_LARGE,
+    Reason.INVALID: pb.REASON_INVALID,
+    Reason.TRANSFER_FAILED: pb.REASON_TRANSFER_FAILED,
+    Reason.TIMEOUT: pb.REASON_TIMEOUT,
+    Reason.PREEMPTED: pb.REASON_PREEMPTED,
+    Reason.INTERNAL: pb.REASON_INTERNAL,
+    Reason.RELEASED: pb.REASON_RELEASED,
+}
+_FINISH_REASONS = {
+    "": pb.FINISH_REASON_UNSPECIFIED,
+    "stop": pb.FINISH_REASON_STOP,
+    "length": pb.FINISH_REASON_LENGTH,
+}
+
+
+def to_command(message: pb.RouterMessage, session: int) -> messages.Command | None:
+    """The engine's command for a router's message; None for what the front handles itself."""
+    match message.WhichOneof("body"):
+        case "reserve":
+            reserve = message.reserve
+            return messages.Reserve(
+                session=session,
+                attempt=reserve.attempt_id,
+                start=_start(reserve.start),
+                timeout_s=reserve.timeout_s,
+            )
+        case "prefill":
+            prefill = message.prefill
+            return messages.Prefill(
+                session=session,
+                attempt=prefill.attempt_id,
+                start=_start(prefill.start),
+                ticket=Ticket(
+                    transfer_id=prefill.ticket.transfer_id,
+                    sink_worker_id=prefill.ticket.sink_worker_id,
+                    num_cached_blocks=prefill.ticket.num_cached_blocks,
+                    num_blocks=prefill.ticket.num_blocks,
+                ),
+                timeout_s=prefill.timeout_s,
+            )
+        case "release":
+            return messages.Release(attempt=message.release.attempt_id, reason=message.release.reason)
+        case _:
+            return None
+
+
+def _start(start: pb.SequenceStart) -> messages.Start:
+    limits = start.limits
+    return messages.Start(
+        prompt_ids=list(start.prompt_ids),
+        samples=[messages.Sample(sample.index, list(sample.output_ids)) for sample in start.samples],
+        limits=messages.Limits(
+            seed=limits.seed,
+            temperature=limits.temperature,
+            top_p=limits.top_p,
+            top_k=limits.top_k,
+            min_p=limits.min_p,
+            max_tokens=limits.max_tokens,
+            min_tokens=limits.min_tokens,
+            stop_token_ids=list(limits.stop_token_ids),
+            ignore_eos=limits.ignore_eos,
+        ),
+    )
+
+
+def to_endpoint(endpoint: pb.KVEndpoint) -> KVEndpoint:
+    return KVEndpoint(
+        tcp=endpoint.tcp,
+        ipc_path=endpoint.ipc_path,
+        nonce_path=endpoint.nonce_path,
+        nonce_digest=endpoint.nonce_digest,
+    )
+
+
+def to_worker_message(report: messages.Report) -> pb.WorkerMessage:
+    """What the router is told; raises TypeError for a report that is the front's own business."""
+    match report:
+        case messages.Reserved(attempt=attempt, ticket=ticket):
+            return pb.WorkerMessage(
+                reserved=pb.Reserved(
+                    attempt_id=attempt,
+                    ticket=pb.Ticket(
+                        transfer_id=ticket.transfer_id,
+                        sink_worker_id=ticket.sink_worker_id,
+                        num_cached_blocks=ticket.num_cached_blocks,
+                        num_blocks=ticket.num_blocks,
+                    ),
+                )
+            )
+        case messages.Accepted(attempt=attempt):
+            return pb.WorkerMessage(accepted=pb.Accepted(attempt_id=attempt))
+        case messages.Refused(attempt=attempt, reason=reason, message=text):
+            return pb.WorkerMessage(refused=pb.Refused(attempt_id=attempt, reason=_REASONS[reason], message=text))
+        case messages.AttemptEnded(attempt=attempt, reason=reason, message=text):
+            return pb.WorkerMessage(
+                attempt_ended=pb.AttemptEnded(attempt_id=attempt, reason=_REASONS[reason], message=text)
+            )
+        case messages.FirstTokens(attempt=attempt, tokens=tokens, num_cached_tokens=cached):
+            return pb.WorkerMessage(
+                first_tokens=pb.FirstTokens(attempt_id=attempt, tokens=map(_token, tokens), num_cached_tokens=cached)
+            )
+        case messages.StepTokens(tokens=tokens):
+            return pb.WorkerMessage(step_tokens=pb.StepTokens(tokens=map(_token, tokens)))
+        case messages.LinkReport(peer=peer, reachable=reachable, detail=detail):
+            return pb.WorkerMessage(
+                link_report=pb.LinkReport(peer_worker_id=peer, reachable=reachable, detail=detail)
+            )
+        case _:
+            raise TypeError(f"{type(report).__name__} is not for routers")
+
+
+def _token(token: messages.Token) -> pb.Token:
+    return pb.Token(
+        attempt_id=token.attempt,
+        sample=token.sample,
+        position=token.position,
+        token_id=token.token_id,
+        finish_reason=_FINISH_REASONS[token.finish_reason],
+    )
+
+
+def load_message(load: messages.Load, signs: Signs) -> pb.WorkerMessage:
+    return pb.WorkerMessage(
+        load=pb.Load(
+            engine_steps=signs.steps,
+            step_age_s=signs.step_age_s,
+            blocks_free=load.blocks_free,
+            blocks_cached=load.blocks_cached,
+            blocks_in_use=load.blocks_in_use,
+            blocks_reserved=load.blocks_reserved,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            waiting_tokens=load.waiting_tokens,
+            kv_bytes_sent=load.kv_bytes_sent,
+            kv_bytes_received=load.kv_bytes_received,
+        )
+    )
+
+
+def hello_message(
+    ready: messages.Ready, *, worker_id: str, role: pb.Role.ValueType, host_id: str, pid: int
+) -> pb.WorkerMessage:
+    fingerprint, endpoint = ready.fingerprint, ready.kv_endpoint
+    return pb.WorkerMessage(
+        hello=pb.Hello(
+            worker_id=worker_id,
+            role=role,
+            model=fingerprint.model,
+            revision=fingerprint.revision,
+            fingerprint=pb.Fingerprint(
+                model=fingerprint.model,
+                revision=fingerprint.revision,
+                dtype=fingerprint.dtype,
+                block_size=fingerprint.block_size,
+                num_layers=fingerprint.num_layers,
+                num_kv_heads=fingerprint.num_kv_heads,
+                head_dim=fingerprint.head_dim,
+                layout_version=fingerprint.layout_version,
+                tp_rank=fingerprint.tp_rank,
+                tp_size=fingerprint.tp_size,
+            ),
+            capacity=pb.Capacity(
+                num_blocks=ready.num_blocks,
+                block_size=ready.block_size,
+                max_num_seqs=ready.max_num_seqs,
+                max_num_batched_tokens=ready.max_num_batched_tokens,
+                max_model_len=ready.max_model_len,
+            ),
+            host_id=host_id,
+            kv_endpoint=pb.KVEndpoint(
+                tcp=endpoint.tcp,
+                ipc_path=endpoint.ipc_path,
+                nonce_path=endpoint.nonce_path,
+                nonce_digest=endpoint.nonce_digest,
+            ),
+            pid=pid,
+            device=ready.device,
+            transport=ready.transport,
+            numerics=ready.numerics,
+            recompute_exact=ready.recompute_exact,
+        )
+    )
