@@ -16,7 +16,7 @@ _SAMPLE_NBYTES = 4096
 
 
 def check_directory(directory: Path, *, trust_remote_code: bool, allow_pickle: bool) -> None:
-    """Raises `InvalidRequest` for a directory that cannot or must not be served, naming the flag that would allow it."""
+    """Raises `InvalidRequest` for a directory that cannot or must not be served, with the flag that would allow it."""
     config = read_json(directory / "config.json")
     if not trust_remote_code and needs_remote_code(config):
         raise InvalidRequest(

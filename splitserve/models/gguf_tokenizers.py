@@ -7,8 +7,10 @@ refused: a model fed with wrongly cut text answers worse without any error. Call
 
 from dataclasses import dataclass
 
-from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import BPE
+
+from splitserve.models.special_tokens import add_special_tokens
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -114,14 +116,4 @@ def restore_stages(tokenizer: Tokenizer, info: GGUFTokenizerInfo) -> None:
             adds_bos = stages.adds_bos
     elif adds_bos is None:
         adds_bos = info.kind == "llama"
-    tokenizer.post_processor = _special_tokens_around(
-        tokenizer, info.bos_token if adds_bos else None, info.eos_token if info.adds_eos else None
-    )
-
-
-def _special_tokens_around(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> processors.PostProcessor:
-    tokens = [token for token in (bos, eos) if token is not None]
-    single = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
-    return processors.TemplateProcessing(
-        single=single, special_tokens=[(token, tokenizer.token_to_id(token)) for token in dict.fromkeys(tokens)]
-    )
+    add_special_tokens(tokenizer, info.bos_token if adds_bos else None, info.eos_token if info.adds_eos else None)

@@ -77,24 +77,28 @@ def _download(repository: str, revision: str | None, wanted: list[str], progress
         raise NotFound(f"the model hub has no {named}: {error}", field="model") from error
     except errors.HFValidationError as error:
         raise InvalidRequest(f"{repository} is not a repository id: {error}", field="model") from error
-    except (OSError, errors.HTTPError, errors.RevisionResolutionError) as error:
+    except Exception as error:  # the HTTP library beneath is not the same in all versions: nothing narrower to name
         raise Unavailable(f"{named} is not in the cache and the model hub gave no answer: {error}") from error
     return Path(path)
 
 
 def _reporting_bar(progress: Progress | None) -> Any:
     """The hub draws progress with a tqdm class: this one draws nothing and passes byte counts on."""
-    from tqdm import tqdm
+    from tqdm import tqdm  # type: ignore[import-untyped]
 
-    class ReportingBar(tqdm):  # type: ignore[type-arg]
+    furthest = 0
+
+    class ReportingBar(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            kwargs.pop("name", None)
             super().__init__(*args, **{**kwargs, "file": io.StringIO(), "disable": False})
 
-        def update(self, n: float | None = 1) -> bool | None:
+        def update(self, n: float | None = 1) -> Any:
+            nonlocal furthest
             drawn = super().update(n)
-            if self.unit == "B":
-                report(progress, "downloading the model", int(self.n), int(self.total or 0))
+            # Some versions draw two bars over the same bytes, one of the network and one of the disk.
+            if self.unit == "B" and self.n > furthest:
+                furthest = int(self.n)
+                report(progress, "downloading the model", furthest, int(self.total or 0))
             return drawn
 
     return ReportingBar
