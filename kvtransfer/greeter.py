@@ -1,0 +1,88 @@
+"""Incoming links: hears each source's hello and admits or refuses it. Without I/O; owned by `node`.
+
+A link has no rights before a good hello, and loses them with the first message that no correct source sends.
+"""
+
+from dataclasses import dataclass
+
+from kvtransfer.carrier import LinkId
+from kvtransfer.fingerprint import Fingerprint, mismatch
+from kvtransfer.health import LinkHealth, Verdict
+from kvtransfer.messages import PROTOCOL_VERSION, Hello, Ping, Refused, Welcome, shorten
+from kvtransfer.outbox import Clock, Outbox
+from kvtransfer.settings import KVSettings
+from kvtransfer.sink import Sink
+
+
+@dataclass
+class Guest:
+    """An admitted source."""
+
+    worker_id: str
+    health: LinkHealth
+
+
+class Greeter:
+    def __init__(
+        self,
+        *,
+        worker_id: str,
+        fingerprint: Fingerprint,
+        max_message_bytes: int,
+        sink: Sink,
+        outbox: Outbox,
+        settings: KVSettings,
+        clock: Clock,
+    ) -> None:
+        self._worker_id = worker_id
+        self._fingerprint = fingerprint
+        self._max_message_bytes = max_message_bytes
+        self._sink = sink
+        self._outbox = outbox
+        self._settings = settings
+        self._clock = clock
+        self._guests: dict[LinkId, Guest] = {}
+
+    def guest(self, link: LinkId) -> str | None:
+        """The admitted source on this link."""
+        guest = self._guests.get(link)
+        if guest is None:
+            return None
+        guest.health.heard(self._clock())
+        return guest.worker_id
+
+    def greeted(self, link: LinkId, hello: Hello) -> None:
+        """Answers a hello. A repeated one changes nothing and gets the same answer."""
+        refusal = self._refusal(hello)
+        if refusal is not None:
+            self.refuse(link, refusal)
+            return
+        self._guests.setdefault(link, Guest(hello.worker_id, LinkHealth(self._settings, self._clock())))
+        self._outbox.send(link, Welcome(self._worker_id, self._settings.window_bytes, self._max_message_bytes))
+
+    def refuse(self, link: LinkId, detail: str) -> None:
+        """Tells the source why, and ends the link."""
+        self._outbox.send(link, Refused(shorten(detail)))
+        self._outbox.cut(link, detail)
+
+    def _refusal(self, hello: Hello) -> str | None:
+        if hello.version != PROTOCOL_VERSION:
+            return f"version: ours {PROTOCOL_VERSION}, theirs {hello.version}"
+        if hello.sink_worker_id != self._worker_id:
+            return f"worker_id: ours {self._worker_id}, theirs {hello.sink_worker_id}"
+        return mismatch(self._fingerprint, hello.fingerprint)
+
+    def lost(self, link: LinkId, reason: str) -> None:
+        if self._guests.pop(link, None) is not None:
+            self._sink.link_lost(link, reason)
+
+    def tick(self) -> None:
+        now = self._clock()
+        for link, guest in list(self._guests.items()):
+            match guest.health.check(now, is_needed=self._sink.depends_on(link)):
+                case Verdict.PING:
+                    self._outbox.send(link, Ping())
+                case Verdict.SILENT:
+                    self._outbox.cut(link, f"the source was silent for {self._settings.ping_timeout_s} s")
+                case Verdict.FINE:
+                    pass

@@ -1,0 +1,313 @@
+"""The sending half of the protocol, without I/O: tickets and blocks in, messages and terminal events out.
+
+Called by `node` in the KV thread, which owns all of its state. A transfer's blocks stay pinned until its terminal
+event: an acknowledgement of all of them, or a failure once neither the sink nor the transport can still read them.
+"""
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from kvtransfer.carrier import LinkId
+from kvtransfer.counters import Counters
+from kvtransfer.credit import CreditWindow
+from kvtransfer.events import FailureReason, Side, TransferAcked, TransferFailed, reason_from_peer
+from kvtransfer.fingerprint import Fingerprint
+from kvtransfer.messages import Acked, Blocks, BlocksAck, Cancel, Closed, Open, digest, shorten
+from kvtransfer.outbox import Clock, Outbox
+from kvtransfer.settings import KVSettings
+from kvtransfer.source_link import ReadyLink
+from kvtransfer.source_transfer import SourceTransfer
+from kvtransfer.store import BlockStore
+from kvtransfer.ticket import Ticket
+
+
+class Source:
+    def __init__(
+        self,
+        *,
+        store: BlockStore,
+        fingerprint: Fingerprint,
+        outbox: Outbox,
+        settings: KVSettings,
+        counters: Counters,
+        clock: Clock,
+    ) -> None:
+        self._store = store
+        self._fingerprint = fingerprint
+        self._outbox = outbox
+        self._settings = settings
+        self._counters = counters
+        self._clock = clock
+        self._transfers: dict[str, SourceTransfer] = {}
+        self._links: dict[LinkId, ReadyLink] = {}
+        self._link_by_worker: dict[str, LinkId] = {}
+
+    # What the engine asks.
+
+    def open(self, ticket: Ticket) -> None:
+        """The caller has made sure that no transfer of this id is open."""
+        now = self._clock()
+        transfer = SourceTransfer(ticket=ticket, opened_at=now, progress_at=now)
+        self._transfers[ticket.transfer_id] = transfer
+        link = self._link_by_worker.get(ticket.sink_worker_id)
+        if not 0 <= ticket.num_cached_blocks <= ticket.num_blocks:
+            self._fail(transfer, FailureReason.INVALID, f"ticket of {ticket.num_blocks} blocks is inconsistent")
+        elif link is not None:
+            self._attach(transfer, self._links[link])
+
+    def send(self, transfer_id: str, blocks: Sequence[tuple[int, int]]) -> None:
+        """Queues (logical index, block id) pairs. Ignored when the transfer has already ended."""
+        self._advance(transfer_id, lambda transfer: transfer.enqueue(blocks))
+
+    def finish(self, transfer_id: str, keys: list[bytes], payload: bytes) -> None:
+        """No more blocks come. `keys` names every logical block, cached ones too. Ignored when already ended."""
+        self._advance(transfer_id, lambda transfer: transfer.request_finish(keys, payload))
+
+    def cancel(self, transfer_id: str, detail: str) -> None:
+        transfer = self._transfers.get(transfer_id)
+        if transfer is not None:
+            self._fail(transfer, FailureReason.CANCELLED, detail)
+
+    def _advance(self, transfer_id: str, change: Callable[[SourceTransfer], str | None]) -> None:
+        transfer = self._transfers.get(transfer_id)
+        if transfer is None or transfer.is_ended:
+            return
+        transfer.progress_at = self._clock()
+        error = change(transfer)
+        if error is not None:
+            self._fail(transfer, FailureReason.INVALID, error)
+        elif transfer.link is not None:
+            self._pump(self._links[transfer.link])
+
+    # What the dialler tells.
+
+    def link_ready(self, worker_id: str, link: LinkId, window_bytes: int, max_message_bytes: int) -> None:
+        ready = ReadyLink(
+            link=link,
+            worker_id=worker_id,
+            credit=CreditWindow(window_bytes),
+            max_message_bytes=min(max_message_bytes, self._settings.frame_bytes),
+            progress_at=self._clock(),
+        )
+        self._links[link] = ready
+        self._link_by_worker[worker_id] = link
+        for transfer in list(self._transfers.values()):
+            is_waiting = transfer.link is None and not transfer.is_ended
+            if is_waiting and transfer.ticket.sink_worker_id == worker_id:
+                self._attach(transfer, ready)
+
+    def link_lost(self, link: LinkId, reason: str) -> None:
+        ready = self._links.pop(link, None)
+        if ready is None:
+            return
+        if self._link_by_worker.get(ready.worker_id) == link:
+            del self._link_by_worker[ready.worker_id]
+        self._counters.in_flight(ready.worker_id, 0, ready.credit.peak)
+        for transfer in list(ready.transfers.values()):
+            self._fail(transfer, FailureReason.LINK_LOST, reason)
+
+    def unreachable(self, worker_id: str, detail: str) -> None:
+        """No link to this worker will come: what waits for one fails now."""
+        for transfer in list(self._transfers.values()):
+            if transfer.link is None and transfer.ticket.sink_worker_id == worker_id:
+                self._fail(transfer, FailureReason.UNREACHABLE, detail)
+
+    def depends_on(self, link: LinkId) -> bool:
+        ready = self._links.get(link)
+        return ready is not None and bool(ready.transfers or ready.closing)
+
+    # What the sink says.
+
+    def receive(self, link: LinkId, message: BlocksAck | Acked | Cancel | Closed) -> None:
+        ready = self._links.get(link)
+        if ready is None:
+            self._counters.dropped()
+            return
+        transfer = ready.transfers.get(message.transfer_id)
+        match message:
+            case BlocksAck():
+                self._on_blocks_ack(ready, transfer, message)
+            case Acked():
+                self._on_acked(ready, transfer)
+            case Cancel():
+                self._on_cancel(transfer, message)
+            case Closed():
+                self._on_closed(ready, transfer, message)
+        self._pump(ready)
+        self._counters.in_flight(ready.worker_id, ready.credit.used, ready.credit.peak)
+
+    def _on_blocks_ack(self, ready: ReadyLink, transfer: SourceTransfer | None, ack: BlocksAck) -> None:
+        if not ready.credit.give_back(ack.sequence, ack.transfer_id):
+            self._counters.dropped()
+            return
+        ready.progress_at = self._clock()
+        if transfer is None:
+            return
+        transfer.in_flight.pop(ack.sequence, None)
+        transfer.progress_at = ready.progress_at
+        if transfer.is_ended:
+            self._settle(transfer)
+        elif ack.is_closed:
+            self._fail(transfer, FailureReason.CLOSED, ack.detail)
+
+    def _on_acked(self, ready: ReadyLink, transfer: SourceTransfer | None) -> None:
+        if transfer is None or transfer.is_ended:
+            self._counters.dropped()
+        elif not transfer.is_finish_sent:
+            self._outbox.cut(ready.link, f"the sink acknowledged {transfer.transfer_id} before its end")
+        else:
+            ready.credit.give_back_all(transfer.transfer_id)
+            transfer.acked_after = self._clock() - transfer.started_at
+            self._settle(transfer)
+
+    def _on_cancel(self, transfer: SourceTransfer | None, cancel: Cancel) -> None:
+        if transfer is None or transfer.is_ended:
+            self._counters.dropped()
+            return
+        self._fail(transfer, reason_from_peer(cancel.reason), f"the sink gave up: {cancel.detail}")
+
+    def _on_closed(self, ready: ReadyLink, transfer: SourceTransfer | None, closed: Closed) -> None:
+        if ready.closing.pop(closed.transfer_id, None) is not None:
+            ready.credit.give_back_all(closed.transfer_id)
+        elif transfer is not None and not transfer.is_ended:
+            self._fail(transfer, FailureReason.CLOSED, closed.detail)
+        else:
+            self._counters.dropped()
+
+    # What time brings.
+
+    def tick(self) -> None:
+        now = self._clock()
+        for transfer in list(self._transfers.values()):
+            if transfer.is_ended:
+                self._settle(transfer)
+            else:
+                self._check_deadline(transfer, now)
+        for ready in list(self._links.values()):
+            if ready.closing and min(ready.closing.values()) <= now:
+                self._outbox.cut(ready.link, "the sink did not confirm the end of a failed transfer")
+
+    def _check_deadline(self, transfer: SourceTransfer, now: float) -> None:
+        limits = self._settings
+        if transfer.link is None:
+            if now - transfer.opened_at >= limits.link_wait_s:
+                detail = f"no link to {transfer.ticket.sink_worker_id} within {limits.link_wait_s} s"
+                self._fail(transfer, FailureReason.UNREACHABLE, detail)
+        elif transfer.waits_for_peer or transfer.queue:
+            since = transfer.progress_at
+            if not transfer.waits_for_peer:
+                # It waits for credit that other transfers hold: their progress is its own.
+                since = max(since, self._links[transfer.link].progress_at)
+            if now - since >= limits.transfer_timeout_s:
+                detail = f"the sink made no progress for {limits.transfer_timeout_s} s"
+                self._fail(transfer, FailureReason.TIMEOUT, detail)
+        elif now - transfer.progress_at >= limits.idle_timeout_s:
+            self._fail(transfer, FailureReason.TIMEOUT, f"no block was given to send for {limits.idle_timeout_s} s")
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self._transfers) or any(ready.closing for ready in self._links.values())
+
+    @property
+    def is_settling(self) -> bool:
+        """Some ended transfer waits for the transport to let go of its blocks."""
+        return any(transfer.is_ended for transfer in self._transfers.values())
+
+    def close(self) -> None:
+        """The carrier is closed and reads nothing any more: everything fails now."""
+        for transfer in list(self._transfers.values()):
+            transfer.in_flight.clear()
+            transfer.link = None
+            self._fail(transfer, FailureReason.SHUTDOWN, "this worker's KV thread is closing")
+            self._settle(transfer)
+
+    # How blocks move.
+
+    def _attach(self, transfer: SourceTransfer, ready: ReadyLink) -> None:
+        now = self._clock()
+        transfer.link = ready.link
+        transfer.started_at = transfer.progress_at = now
+        ready.transfers[transfer.transfer_id] = transfer
+        ticket = transfer.ticket
+        self._outbox.send(
+            ready.link, Open(ticket.transfer_id, ticket.num_cached_blocks, ticket.num_blocks, ticket.traceparent)
+        )
+        self._pump(ready)
+
+    def _pump(self, ready: ReadyLink) -> None:
+        """Sends what credit allows, the oldest transfer first."""
+        for transfer in list(ready.transfers.values()):
+            while transfer.queue:
+                batch = transfer.next_batch(self._store.block_nbytes, ready.max_message_bytes)
+                if not ready.credit.can_send(len(batch) * self._store.block_nbytes):
+                    return
+                self._send_batch(ready, transfer, batch)
+            if transfer.finish is not None and not transfer.is_finish_sent and not transfer.is_ended:
+                first, last = transfer.ticket.num_cached_blocks, transfer.ticket.num_blocks
+                digests = [transfer.digests[index] for index in range(first, last)]
+                transfer.is_finish_sent = True
+                transfer.progress_at = self._clock()
+                self._outbox.send(ready.link, msgspec.structs.replace(transfer.finish, digests=digests))
+
+    def _send_batch(self, ready: ReadyLink, transfer: SourceTransfer, batch: list[tuple[int, int]]) -> None:
+        try:
+            frames = [self._store.view(block_id) for _, block_id in batch]
+        except (ValueError, LookupError) as error:
+            self._fail(transfer, FailureReason.INVALID, f"a block cannot be read: {error}")
+            return
+        digests = [digest(frame) for frame in frames]
+        for index, value in zip((index for index, _ in batch), digests, strict=True):
+            transfer.digests[index] = value
+            transfer.queue.popleft()
+        num_bytes = sum(frame.nbytes for frame in frames)
+        sequence = ready.credit.take(transfer.transfer_id, num_bytes)
+        message = Blocks(
+            transfer_id=transfer.transfer_id,
+            sequence=sequence,
+            indices=[index for index, _ in batch],
+            digests=digests,
+            tp_rank=self._fingerprint.tp_rank,
+            tp_size=self._fingerprint.tp_size,
+        )
+        if not transfer.in_flight:
+            transfer.progress_at = self._clock()
+        transfer.in_flight[sequence] = self._outbox.send(ready.link, message, frames)
+        transfer.num_bytes += num_bytes
+        self._counters.sent(ready.worker_id, len(batch), num_bytes)
+        self._counters.in_flight(ready.worker_id, ready.credit.used, ready.credit.peak)
+
+    # How a transfer ends.
+
+    def _fail(self, transfer: SourceTransfer, reason: FailureReason, detail: str) -> None:
+        if transfer.is_ended:
+            return
+        transfer.failure = (reason, detail)
+        transfer.queue.clear()
+        ready = self._links.get(transfer.link) if transfer.link is not None else None
+        if ready is not None:
+            # The sink answers Closed after all that it read before: that settles the credit of lost messages too.
+            self._outbox.send(ready.link, Cancel(transfer.transfer_id, reason.value, shorten(detail)))
+            ready.closing[transfer.transfer_id] = self._clock() + self._settings.closing_timeout_s
+        self._settle(transfer)
+
+    def _settle(self, transfer: SourceTransfer) -> None:
+        if not transfer.is_ended or transfer.is_readable_by_transport:
+            return
+        self._forget(transfer)
+        if transfer.acked_after is not None:
+            self._counters.ended(Side.SOURCE, "OK", transfer.acked_after)
+            sink = transfer.ticket.sink_worker_id
+            self._outbox.emit(TransferAcked(transfer.transfer_id, sink, transfer.num_bytes, transfer.acked_after))
+            return
+        assert transfer.failure is not None
+        reason, detail = transfer.failure
+        self._counters.ended(Side.SOURCE, reason.value)
+        self._outbox.emit(TransferFailed(transfer.transfer_id, Side.SOURCE, reason, detail))
+
+    def _forget(self, transfer: SourceTransfer) -> None:
+        if self._transfers.pop(transfer.transfer_id, None) is None:
+            return
+        ready = self._links.get(transfer.link) if transfer.link is not None else None
+        if ready is not None:
+            ready.transfers.pop(transfer.transfer_id, None)

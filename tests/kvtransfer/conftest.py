@@ -1,0 +1,28 @@
+"""Fixtures of the transfer tests."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.kvtransfer.worlds import World, world
+
+
+@pytest.fixture(params=["loopback", "tcp", "ipc"])
+def net(request: pytest.FixtureRequest) -> Iterator[World]:
+    """A world over each carrier."""
+    with world(request.param) as made:
+        yield made
+
+
+@pytest.fixture(params=["tcp", "ipc"])
+def zmq_net(request: pytest.FixtureRequest) -> Iterator[World]:
+    """A world over ZeroMQ, for what only a real transport does."""
+    with world(request.param) as made:
+        yield made
+
+
+@pytest.fixture
+def loopback() -> Iterator[World]:
+    """The in-process twin, for what does not depend on the transport."""
+    with world("loopback") as made:
+        yield made
