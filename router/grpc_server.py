@@ -8,6 +8,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from router.health import HealthReporter
+from router.malformed import MalformedMessages
 from splitserve.service.limits import GRPC_MESSAGE_OPTIONS
 from splitserve.v1 import inference_pb2
 from splitserve.v1 import inference_pb2_grpc as pb_grpc
@@ -38,7 +39,7 @@ class InferenceServer:
 
     async def start(self, bind: str, port: int) -> int:
         """Returns the bound port, which differs from `port` where that is 0. OSError if the address cannot be bound."""
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+        server = grpc.aio.server(interceptors=(MalformedMessages(INFERENCE_SERVICE),), options=SERVER_OPTIONS)
         pb_grpc.add_InferenceServiceServicer_to_server(self._servicer, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
         names = (INFERENCE_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)

@@ -29,7 +29,7 @@ def create_app(
     cluster: Callable[[], Mapping[str, Any]],
     registry: CollectorRegistry,
 ) -> FastAPI:
-    """`not_ready_reason` gives None when a prefill and decode pair can serve; `cluster` gives the body of `/cluster`."""
+    """`not_ready_reason` gives None when a prefill and decode pair can serve; `cluster` is the body of `/cluster`."""
     app = FastAPI(title="splitserve router", docs_url=None, redoc_url=None, openapi_url=None)
     _map_errors(app)
 

@@ -7,8 +7,9 @@ counts one outcome.
 import asyncio
 import re
 from collections.abc import Awaitable, Callable
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
+import grpc
 import structlog
 
 from router.metrics import Outcome, RequestRecord, RouterMetrics
@@ -31,6 +32,7 @@ from splitserve.service.grpc_errors import to_status
 from splitserve.v1 import inference_pb2 as pb
 from splitserve.v1 import inference_pb2_grpc as pb_grpc
 
+Context = grpc.aio.ServicerContext[Any, Any]
 Answer = TypeVar("Answer")
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
@@ -63,7 +65,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     # The stubs know generators only. A coroutine that writes is gRPC's other form, and the safe one: when the client
     # leaves during a write, a generator stays suspended until it is collected; here `finally` runs at once.
     async def Generate(  # type: ignore[override]  # noqa: N802
-        self, request: pb.GenerateRequest, context: pb_grpc._ServicerContext
+        self, request: pb.GenerateRequest, context: Context
     ) -> None:
         deadline = _deadline(context)
         record = self._metrics.begin()
@@ -89,7 +91,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             record.end(outcome)
 
     async def GetModelInfo(  # noqa: N802
-        self, request: pb.GetModelInfoRequest, context: pb_grpc._ServicerContext
+        self, request: pb.GetModelInfoRequest, context: Context
     ) -> pb.GetModelInfoResponse:
         limits, context_len = self._limits(), self._validator.context_len
         largest = min(limits.max_prompt_tokens_prefill, limits.max_prompt_tokens_decode, context_len - 1)
@@ -104,7 +106,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         )
 
     async def Tokenize(  # noqa: N802
-        self, request: pb.TokenizeRequest, context: pb_grpc._ServicerContext
+        self, request: pb.TokenizeRequest, context: Context
     ) -> pb.TokenizeResponse:
         return await _answer(context, self._tokenize(request))
 
@@ -114,7 +116,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def _serve(
         self,
         message: pb.GenerateRequest,
-        context: pb_grpc._ServicerContext,
+        context: Context,
         deadline: float | None,
         record: RequestRecord,
     ) -> Outcome:
@@ -135,7 +137,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         self,
         request: GenerationRequest,
         generation: Generation,
-        context: pb_grpc._ServicerContext,
+        context: Context,
         record: RequestRecord,
     ) -> Finish:
         """Until every sample is finished; the last one's finish stands for the request."""
@@ -182,7 +184,7 @@ def _complete(
     return complete
 
 
-async def _fail(context: pb_grpc._ServicerContext, record: RequestRecord, error: SplitserveError) -> NoReturn:
+async def _fail(context: Context, record: RequestRecord, error: SplitserveError) -> NoReturn:
     """Counts first: the client may look at the metrics as soon as it has the status."""
     record.end(_outcome_of(error, record))
     await context.abort_with_status(to_status(error))
@@ -204,7 +206,7 @@ def _outcome_of(error: SplitserveError, record: RequestRecord) -> Outcome:
             return Outcome.FAILED
 
 
-async def _answer(context: pb_grpc._ServicerContext, answer: Awaitable[Answer]) -> Answer:
+async def _answer(context: Context, answer: Awaitable[Answer]) -> Answer:
     try:
         return await answer
     except SplitserveError as error:
@@ -220,12 +222,12 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _deadline(context: pb_grpc._ServicerContext) -> float | None:
+def _deadline(context: Context) -> float | None:
     remaining: float | None = context.time_remaining()
     return None if remaining is None else _now() + remaining
 
 
-def _traceparent(context: pb_grpc._ServicerContext) -> str:
+def _traceparent(context: Context) -> str:
     for key, value in context.invocation_metadata() or ():
         if key == "traceparent" and isinstance(value, str) and _TRACEPARENT.fullmatch(value):
             return value

@@ -1,0 +1,247 @@
+"""Bad input that would reach a worker, and good input that would be refused; over a real channel."""
+
+import asyncio
+import math
+from typing import Any
+
+import grpc
+import pytest
+
+from router.request import ClusterLimits
+from router.sampling import MAX_STOP_CHARS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from router.validation import RequestValidator
+from splitserve.service.errors import InvalidRequest
+from splitserve.service.grpc_errors import from_rpc_error
+from splitserve.v1 import inference_pb2 as pb
+from tests.router.edge import Edge, request_of, running
+from tests.router.fakes import NO_LIMITS, ByteTokenizer, model_description
+
+NAN, INF = math.nan, math.inf
+
+# field at fault, sampling parameters, what the message must say
+BAD_SAMPLING: list[tuple[str, dict[str, Any], str]] = [
+    *(("temperature", {"temperature": value}, "between 0 and 100") for value in (NAN, INF, -INF, -0.1, 1e30)),
+    *(("top_p", {"top_p": value}, "above 0 and at most 1") for value in (NAN, INF, 0.0, -0.1, 1.01)),
+    *(("min_p", {"min_p": value}, "between 0 and 1") for value in (NAN, INF, -0.1, 1.01)),
+    ("top_k", {"top_k": -5}, "-5"),
+    *(("repetition_penalty", {"repetition_penalty": value}, "finite") for value in (NAN, INF)),
+    *(("presence_penalty", {"presence_penalty": value}, "finite") for value in (NAN, -INF)),
+    *(("frequency_penalty", {"frequency_penalty": value}, "finite") for value in (NAN, INF)),
+    ("repetition_penalty", {"repetition_penalty": 1.1}, "not supported yet"),
+    ("presence_penalty", {"presence_penalty": 0.5}, "not supported yet"),
+    ("frequency_penalty", {"frequency_penalty": -0.5}, "not supported yet"),
+    ("max_tokens", {"max_tokens": 0}, "at least 1"),
+    ("max_tokens", {"max_tokens": -1}, "at least 1"),
+    ("max_tokens", {"max_tokens": 99}, "max_tokens is 99; the prompt has 2 tokens and the context is 100"),
+    ("max_tokens", {"max_tokens": 2**31 - 1}, "at most 98"),
+    ("min_tokens", {"min_tokens": -1}, "at least 0"),
+    ("min_tokens", {"min_tokens": 6, "max_tokens": 5}, "max_tokens, which is 5"),
+    ("min_tokens", {"min_tokens": 99}, "max_tokens, which is 98"),
+    ("stop", {"stop": [""]}, "stop[0] is empty"),
+    ("stop", {"stop": ["x"] * (MAX_STOP_STRINGS + 1)}, "17 strings; at most 16"),
+    ("stop", {"stop": ["ok", "x" * (MAX_STOP_CHARS + 1)]}, "stop[1] has 257 characters"),
+    *(
+        ("stop_token_ids", {"stop_token_ids": [5, value]}, f"stop_token_ids[1] is {value}")
+        for value in (-1, 300, 2**40, 2**63 - 1)
+    ),
+    ("stop_token_ids", {"stop_token_ids": [1] * (MAX_STOP_TOKEN_IDS + 1)}, "129 ids"),
+    ("n", {"n": 0}, "at least 1"),
+    ("n", {"n": -1}, "at least 1"),
+    ("n", {"n": 2}, "only 1 is supported yet"),
+    ("logprobs", {"logprobs": 0}, "not supported yet"),
+    ("prompt_logprobs", {"prompt_logprobs": 1}, "not supported yet"),
+    ("logit_bias", {"logit_bias": {999999999: 1.0}}, "not supported yet"),
+    ("logit_bias", {"logit_bias": {1: NAN}}, "not supported yet"),
+]
+
+# field at fault, the request, what the message must say
+BAD_REQUESTS: list[tuple[str, dict[str, Any], str]] = [
+    ("request_id", {"request_id": "x" * 257}, "257 characters; at most 256"),
+    ("prompt", {"request": pb.GenerateRequest()}, "one of text, token_ids or chat"),
+    ("text", {"text": ""}, "at least one token"),
+    ("token_ids", {"token_ids": []}, "at least one token"),
+    ("chat", {"chat": []}, "no messages"),
+    ("chat", {"chat": [("foo", "x")]}, "foo"),
+    ("chat", {"chat": [("", "")] * 200}, "200 messages"),
+    *(
+        ("token_ids", {"token_ids": [65, value]}, f"token_ids[1] is {value}; the model's vocabulary is 0 to 299")
+        for value in (-1, 300, 2**40, 2**63 - 1, -(2**63))
+    ),
+    ("token_ids", {"token_ids": [65] * 100}, "100 tokens; the context is 100 tokens"),
+    ("token_ids", {"token_ids": [65] * 5000}, "5000 tokens"),
+    ("text", {"text": "x" * 100}, "100 tokens; the context is 100 tokens"),
+    ("text", {"text": "é" * 801}, "1602 bytes"),
+    ("chat", {"chat": [("user", "x" * 94)]}, "100 tokens"),
+    ("chat", {"chat": [("user", "x" * 5000)]}, "5004 bytes"),
+]
+
+
+@pytest.mark.parametrize(("field", "params", "says"), BAD_SAMPLING)
+async def test_a_bad_sampling_value_is_named_and_reaches_no_worker(
+    field: str, params: dict[str, Any], says: str
+) -> None:
+    """C51, C62, C64."""
+    async with running(Edge()) as edge:
+        await assert_refused(edge, {"sampling_params": params}, f"sampling_params.{field}", says)
+
+
+@pytest.mark.parametrize(("field", "request_", "says"), BAD_REQUESTS)
+async def test_a_bad_prompt_is_named_and_reaches_no_worker(field: str, request_: dict[str, Any], says: str) -> None:
+    """C53, C61, C62, C64."""
+    async with running(Edge()) as edge:
+        await assert_refused(edge, request_, field, says)
+
+
+async def assert_refused(edge: Edge, request: dict[str, Any], field: str, says: str) -> None:
+    error = from_rpc_error(await edge.refusal(**request))
+    assert isinstance(error, InvalidRequest)
+    assert error.field == field
+    assert says in error.message
+    assert edge.dispatcher.generations == []
+    assert edge.outcomes() == {"rejected": 1}
+    # The next request is served as if nothing had been.
+    assert [message async for message in edge.generate()][-1].HasField("complete")
+
+
+async def test_an_unknown_model_is_not_found() -> None:
+    """C61."""
+    async with running(Edge()) as edge:
+        refusal = await edge.refusal(model="nope")
+        error = from_rpc_error(refusal)
+        assert (refusal.code().name, error.reason, error.field) == ("NOT_FOUND", "MODEL_NOT_FOUND", "model")
+        assert "'tiny' is served" in error.message
+        assert [message async for message in edge.generate(model="tiny")]
+
+
+async def test_text_that_is_no_unicode_is_an_invalid_argument() -> None:
+    """C62, C64: a lone surrogate cannot be written with a protobuf library, but it can be sent."""
+    lone_surrogate = b"\x1a\x03\xed\xa0\x80"
+    async with running(Edge()) as edge:
+        call = edge.channel.unary_stream("/splitserve.v1.InferenceService/Generate")(lone_surrogate)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(aiter(call))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        tokenize = edge.channel.unary_unary("/splitserve.v1.InferenceService/Tokenize")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await tokenize(b"\x12\x03\xed\xa0\x80")
+        assert from_rpc_error(caught.value).reason == "MALFORMED_MESSAGE"
+        assert [message async for message in edge.generate()]
+
+
+@pytest.mark.parametrize("size", [999, 1000, 1001, 1199, 1201, 5000])
+@pytest.mark.parametrize("shape", ["text", "token_ids", "chat"])
+@pytest.mark.parametrize(("prefill", "decode"), [(1000, 1200), (1200, 1000)])
+async def test_a_prompt_above_either_sides_pool_is_refused_with_the_smaller_limit(
+    size: int, shape: str, prefill: int, decode: int
+) -> None:
+    """C03, C44, C54."""
+    limits = ClusterLimits(
+        ready=True, max_prompt_tokens_prefill=prefill, max_prompt_tokens_decode=decode, max_model_len=0
+    )
+    prompt = {"text": "x" * size, "token_ids": [65] * size, "chat": [("user", "x" * (size - 6))]}[shape]
+    smaller = "prefill" if prefill < decode else "decode"
+    async with running(Edge(model=model_description(max_model_len=8192), limits=lambda: limits)) as edge:
+        if size <= 1000:
+            assert [message async for message in edge.generate(**{shape: prompt})]
+        else:
+            error = from_rpc_error(await edge.refusal(**{shape: prompt}))
+            assert f"{size} tokens; the largest that the {smaller} workers can hold is 1000" in error.message
+            assert (error.reason, error.field) == ("PROMPT_TOO_LARGE", shape)
+
+
+async def validated(edge_model: dict[str, Any] | None = None, **request: Any) -> Any:
+    model = model_description(**(edge_model or {}))
+    validator = RequestValidator(model, ByteTokenizer(), lambda: NO_LIMITS)
+    try:
+        return await validator.validate(request_of(**request))
+    finally:
+        validator.close()
+
+
+async def test_what_is_left_out_gets_the_documented_default() -> None:
+    """C51: without max_tokens the answer may go on to the end of the context."""
+    request = await validated()
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 1.0, 0, 0.0)
+    assert (sampling.max_tokens, sampling.min_tokens, sampling.n) == (98, 0, 1)
+    assert (sampling.stop, sampling.stop_token_ids, sampling.ignore_eos) == ((), (), False)
+    assert (request.model, request.prompt_ids) == ("tiny", tuple(b"hi"))
+    assert request.sampling.seed != (await validated()).sampling.seed
+
+
+async def test_the_models_own_defaults_lie_under_what_the_request_says() -> None:
+    defaults = {"default_temperature": 0.6, "default_top_p": 0.9, "default_top_k": 50, "default_min_p": 0.1}
+    sampling = (await validated(defaults)).sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.6, 0.9, 50, 0.1)
+    said = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    sampling = (await validated(defaults, sampling_params=said)).sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.0, 1.0, 0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("params", "name", "value"),
+    [
+        ({"temperature": 1e-9}, "temperature", 0.0),
+        ({"temperature": -0.0}, "temperature", 0.0),
+        ({"temperature": 100}, "temperature", 100.0),
+        ({"top_k": -1}, "top_k", 0),
+        ({"top_k": 2**31 - 1}, "top_k", 300),
+        ({"max_tokens": 98}, "max_tokens", 98),
+        ({"seed": 0}, "seed", 0),
+        ({"seed": 2**64 - 1}, "seed", 2**64 - 1),
+        ({"stop": ["a", "b", "a"]}, "stop", ("a", "b")),
+        ({"stop_token_ids": [0, 299, 0]}, "stop_token_ids", (0, 299)),
+        ({"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "n": 1}, "n", 1),
+    ],
+)
+async def test_values_at_the_edge_are_taken(params: dict[str, Any], name: str, value: object) -> None:
+    assert getattr((await validated(sampling_params=params)).sampling, name) == value
+
+
+@pytest.mark.parametrize("text", [" ", "\x00", "x" * 99])
+async def test_odd_but_honest_prompts_are_taken(text: str) -> None:
+    """C64."""
+    assert (await validated(text=text)).prompt_ids == tuple(text.encode())
+
+
+async def test_an_empty_chat_message_is_still_a_prompt() -> None:
+    assert (await validated(chat=[("user", "")])).prompt_ids == tuple(b"[user]")
+
+
+async def test_the_workers_context_counts_where_it_is_the_smaller_one() -> None:
+    limits = ClusterLimits(ready=True, max_prompt_tokens_prefill=0, max_prompt_tokens_decode=0, max_model_len=50)
+    async with running(Edge(limits=lambda: limits)) as edge:
+        error = from_rpc_error(await edge.refusal(text="x" * 50))
+        assert "the context is 50 tokens" in error.message
+
+
+async def test_long_text_is_tokenized_beside_the_event_loop() -> None:
+    """C53: health and streams go on while a tokenizer works."""
+    loop = asyncio.get_running_loop()
+    ticked = asyncio.Event()
+
+    class WaitsForTheLoop(ByteTokenizer):
+        def encode(self, text: str) -> list[int]:
+            # Ends only if the loop runs meanwhile.
+            asyncio.run_coroutine_threadsafe(ticked.wait(), loop).result()
+            return super().encode(text)
+
+    async with running(Edge(encoder=WaitsForTheLoop())) as edge:
+        call = edge.generate()
+        info = await edge.stub.GetModelInfo(pb.GetModelInfoRequest())
+        assert info.model == "tiny"
+        ticked.set()
+        assert [message async for message in call]
+
+
+async def test_text_of_many_megabytes_is_refused_unseen() -> None:
+    """C53."""
+
+    class MustNotBeAsked(ByteTokenizer):
+        def encode(self, text: str) -> list[int]:
+            raise AssertionError("tokenized")
+
+    async with running(Edge(encoder=MustNotBeAsked())) as edge:
+        error = from_rpc_error(await edge.refusal(text="x" * 25_000_000))
+        assert (error.reason, error.field) == ("CONTEXT_LENGTH_EXCEEDED", "text")
+        assert "25000000 bytes" in error.message
