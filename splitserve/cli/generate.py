@@ -1,0 +1,83 @@
+"""`splitserve generate`: one prompt in, its text to stdout as it arrives."""
+
+import sys
+import time
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from splitserve.cli.options import Connection, Sampling
+from splitserve.client.sync import Client, Stream
+from splitserve.client.types import Generation
+from splitserve.service.config import Positive
+from splitserve.service.errors import InvalidRequest
+
+DEFAULT_SAMPLING = Sampling()
+DEFAULT_CONNECTION = Connection()
+
+
+def generate(
+    text: str | None = None,
+    /,
+    *,
+    max_tokens: Positive = 256,
+    quiet: Annotated[bool, Parameter(alias="-q")] = False,
+    request_id: str = "",
+    sampling: Annotated[Sampling, Parameter(name="*")] = DEFAULT_SAMPLING,
+    connection: Annotated[Connection, Parameter(name="*")] = DEFAULT_CONNECTION,
+) -> None:
+    """Generate text from a prompt.
+
+    The text streams to stdout as it arrives, statistics follow on stderr. Ctrl-C cancels the request.
+
+    Parameters
+    ----------
+    text
+        The prompt. Without it, the prompt is read from stdin.
+    max_tokens
+        End after this many tokens.
+    quiet
+        No statistics.
+    request_id
+        Your own name for the request; the cluster's logs show it.
+    """
+    options = sampling.options(max_tokens, connection)
+    options["request_id"] = request_id
+    prompt = text if text is not None else _read_prompt()
+    with Client(connection.target) as client, client.stream(prompt, **options) as stream:
+        statistics = print_stream(stream)
+    if not quiet:
+        print(statistics, file=sys.stderr)  # noqa: T201
+
+
+def print_stream(stream: Stream) -> str:
+    """Writes the answer to stdout as it arrives, a line end after it even when it fails; returns its statistics."""
+    started = time.monotonic()
+    first: float | None = None
+    try:
+        for chunk in stream:
+            first = time.monotonic() if first is None else first
+            sys.stdout.write(chunk.text)
+            sys.stdout.flush()
+    finally:
+        if first is not None:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+    ended = time.monotonic()
+    return _statistics(stream.result(), (first or ended) - started, ended - started)
+
+
+def _statistics(result: Generation, first_s: float, total_s: float) -> str:
+    speed = f", {(result.completion_tokens - 1) / (total_s - first_s):.1f} tokens/s" if total_s > first_s else ""
+    attempts = f", {result.attempts} attempts" if result.attempts > 1 else ""
+    return (
+        f"[{result.prompt_tokens} prompt tokens ({result.cached_tokens} cached), {result.completion_tokens} tokens in "
+        f"{total_s:.2f} s, first after {first_s:.2f} s{speed}; "
+        f"end: {result.finish_reason}{attempts}; seed {result.seed}]"
+    )
+
+
+def _read_prompt() -> str:
+    if sys.stdin.isatty():
+        raise InvalidRequest('there is no prompt: splitserve generate "text", or pipe it in', field="prompt")
+    return sys.stdin.read()

@@ -1,0 +1,51 @@
+"""Flags that more than one command has. Only the ones about a connection can also come from the environment."""
+
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, cast
+
+from cyclopts import Parameter
+
+from splitserve.client.channel import DEFAULT_TARGET, TARGET_VARIABLE
+from splitserve.client.requests import DEFAULT_TIMEOUT_S
+from splitserve.client.types import GenerateOptions
+from splitserve.service.config import Duration
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connection:
+    """Where the router is, and how long to wait for it."""
+
+    target: Annotated[str, Parameter(env_var=TARGET_VARIABLE)] = DEFAULT_TARGET
+    "Router's gRPC address, host:port."
+    timeout: Annotated[Duration, Parameter(env_var="SPLITSERVE_TIMEOUT")] = DEFAULT_TIMEOUT_S
+    "Deadline of one answer, such as 30s; a plain number is seconds."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen. What is left out takes the model's own default."""
+
+    temperature: float | None = None
+    "0 is greedy."
+    top_p: float | None = None
+    "Choose among the likeliest tokens that together have this probability."
+    top_k: int | None = None
+    "Choose among this many likeliest tokens; 0 is off."
+    min_p: float | None = None
+    "Leave out tokens below this share of the likeliest one's probability."
+    min_tokens: int | None = None
+    "Do not end before this many tokens."
+    stop: list[str] | None = None
+    "End at this text; repeatable."
+    ignore_eos: bool = False
+    "Go on past the model's own end."
+    seed: int | None = None
+    "Fix the random draws; the seed in force is in the statistics."
+    model: str = ""
+    "Served model's name; empty for the one that is served."
+    priority: int = 0
+    "Higher goes first among queued requests."
+
+    def options(self, max_tokens: int, connection: Connection) -> GenerateOptions:
+        values: dict[str, Any] = asdict(self) | {"max_tokens": max_tokens, "timeout": connection.timeout}
+        return cast(GenerateOptions, values)

@@ -1,0 +1,78 @@
+"""`splitserve status`: the router's `GET /cluster`, as a table or as it is."""
+
+import json as json_module
+import sys
+from typing import Annotated, Any
+
+import httpx
+from cyclopts import Parameter
+from rich.console import Console, Group
+from rich.table import Table
+
+from splitserve.client.channel import is_loopback
+from splitserve.service.errors import Internal, Unavailable
+from splitserve.service.grpc_errors import UNREACHABLE
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+TIMEOUT_S = 10.0
+BLOCK_STATES = ("total", "free", "cached", "in_use", "reserved")
+
+
+def status(
+    *,
+    url: Annotated[str, Parameter(env_var="SPLITSERVE_URL")] = DEFAULT_URL,
+    json: bool = False,
+) -> None:
+    """Show the cluster's workers, queue and KV blocks.
+
+    Parameters
+    ----------
+    url
+        Router's HTTP address.
+    json
+        Print the router's answer as it is.
+    """
+    text = fetch(f"{url.rstrip('/')}/cluster")
+    if json:
+        sys.stdout.write(text.rstrip("\n") + "\n")
+        return
+    try:
+        rendered = render(json_module.loads(text))
+    except (KeyError, TypeError, ValueError) as error:
+        raise Internal(f"{url} did not answer as a splitserve router does: {error!r}") from error
+    Console(markup=False, highlight=False).print(rendered)
+
+
+def fetch(url: str) -> str:
+    """The body of a 200 answer; raises Unavailable or Internal for anything else."""
+    try:
+        # A proxy of the environment cannot reach this machine's loopback.
+        response = httpx.get(url, timeout=TIMEOUT_S, trust_env=not is_loopback(url))
+    except httpx.InvalidURL as error:
+        raise Internal(f"{url} is no address: {error}") from error
+    except httpx.HTTPError as error:
+        raise Unavailable(f"{url} does not answer: {error}", reason=UNREACHABLE) from error
+    if response.status_code != httpx.codes.OK:
+        raise Internal(f"{url} answered {response.status_code}: {response.text[:200]}")
+    return response.text
+
+
+def render(cluster: dict[str, Any]) -> Group:
+    """Raises KeyError or TypeError where `cluster` is not what GET /cluster promises."""
+    queue = cluster["queue"]
+    summary = Table(box=None, show_header=False)
+    summary.add_row("model", str(cluster["model"]))
+    summary.add_row("ready", "yes" if cluster["ready"] else "no")
+    summary.add_row("queue", f"{queue['requests']} requests, {queue['prompt_tokens']} prompt tokens")
+    summary.add_row("KV blocks", _blocks(cluster["pool"]))
+    workers = Table()
+    for heading in ("worker", "role", "state", "host", "pid", "device", "transport", "running", "waiting", "KV blocks"):
+        workers.add_column(heading)
+    for worker in sorted(cluster["workers"], key=lambda worker: (worker["role"], worker["id"])):
+        cells = [worker[key] for key in ("role", "state", "host", "pid", "device", "transport", "running", "waiting")]
+        workers.add_row(str(worker["id"])[:12], *map(str, cells), _blocks(worker["blocks"]))
+    return Group(summary, workers) if cluster["workers"] else Group(summary, "no workers have joined")
+
+
+def _blocks(counts: dict[str, int]) -> str:
+    return ", ".join(f"{counts[state]} {state.replace('_', ' ')}" for state in BLOCK_STATES)

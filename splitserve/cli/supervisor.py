@@ -1,0 +1,158 @@
+"""Keeps the processes of a local cluster running until it is told to stop; then none of them is left.
+
+`up` calls it. It owns its children and the pipe that tells them that it lives. It is ours instead of a general one
+because three things are particular: what is ready, which failures are for ever, and that nothing outlives it.
+"""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import httpx
+
+from splitserve.cli import child as children
+from splitserve.cli.child import Child, LineSink
+from splitserve.cli.roles import ChildSpec
+from splitserve.service.config import EXIT_CONFIG
+from splitserve.service.errors import Internal, InvalidRequest, SplitserveError
+
+_OWN_NAME = "splitserve"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """Times in seconds. A child that ran for `steady_s` counts as healthy: its next restart is a first one again.
+
+    `give_up_after` failures in a row of one child before the cluster has ever been ready end the start.
+    """
+
+    first_delay_s: float = 0.5
+    longest_delay_s: float = 30.0
+    steady_s: float = 60.0
+    grace_s: float = 10.0
+    give_up_after: int = 5
+    poll_s: float = 0.2
+    notice_s: float = 30.0
+
+    def delay_s(self, num_failures: int) -> float:
+        """How long to wait before the start that follows `num_failures` failures in a row, 1 or more."""
+        return min(self.longest_delay_s, self.first_delay_s * 2.0 ** min(num_failures - 1, 30))
+
+
+class Supervisor:
+    """Runs once. `on_ready` is called when `ready_url` first answers 200."""
+
+    def __init__(
+        self,
+        specs: Sequence[ChildSpec],
+        *,
+        env: Mapping[str, str],
+        ready_url: str,
+        sink: LineSink,
+        on_ready: Callable[[], None],
+        policy: Policy | None = None,
+    ) -> None:
+        self._specs = specs
+        self._env = env
+        self._ready_url = ready_url
+        self._sink = sink
+        self._on_ready = on_ready
+        self._policy = policy or Policy()
+        self._was_ready = False
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+
+    async def run(self) -> None:
+        """Returns after a signal, with every child gone; raises InvalidRequest or Internal where a start is hopeless.
+
+        SIGINT, SIGTERM and SIGHUP end it; a second one kills at once.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # nohup asks for SIGHUP to be ignored. SIGINT may be ignored only because a script started us with "&".
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                loop.add_signal_handler(number, self.request_stop)
+        read_fd, write_fd = os.pipe()
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._keep(spec, read_fd)) for spec in self._specs]
+                tasks.append(group.create_task(self._await_ready()))
+                await self._stop.wait()
+                self._say("stopping")
+                for task in tasks:
+                    task.cancel()
+        except* SplitserveError as failures:
+            raise failures.exceptions[0] from None
+        finally:
+            os.close(read_fd)
+            os.close(write_fd)
+
+    def request_stop(self) -> None:
+        if self._stop.is_set():
+            self._hurry.set()
+        self._stop.set()
+
+    async def _keep(self, spec: ChildSpec, parent_fd: int) -> None:
+        num_failures = 0
+        loop = asyncio.get_running_loop()
+        while True:
+            started = loop.time()
+            child = await self._start(spec, parent_fd)
+            status = await self._until_end(child)
+            num_failures = 1 if loop.time() - started >= self._policy.steady_s else num_failures + 1
+            self._raise_if_hopeless(child, status, num_failures)
+            delay_s = self._policy.delay_s(num_failures)
+            self._say(f"{spec.name} {_describe(status)}; starting it again in {delay_s:g} s")
+            await asyncio.sleep(delay_s)
+
+    async def _start(self, spec: ChildSpec, parent_fd: int) -> Child:
+        try:
+            return await children.start(spec, parent_fd, self._env, self._sink)
+        except OSError as error:
+            raise Internal(f"{spec.name} cannot be run: {error}") from error
+
+    async def _until_end(self, child: Child) -> int:
+        try:
+            return await child.wait()
+        except asyncio.CancelledError:
+            await child.stop(self._policy.grace_s, self._hurry)
+            raise
+
+    def _raise_if_hopeless(self, child: Child, status: int, num_failures: int) -> None:
+        name = child.spec.name
+        last_line = child.last_lines[-1] if child.last_lines else "it wrote nothing"
+        if status == EXIT_CONFIG:
+            raise InvalidRequest(f"{name} cannot start: {last_line}")
+        if not self._was_ready and num_failures >= self._policy.give_up_after:
+            raise Internal(f"{name} {_describe(status)} {num_failures} times before the cluster was ready: {last_line}")
+
+    async def _await_ready(self) -> None:
+        loop = asyncio.get_running_loop()
+        next_notice = loop.time() + self._policy.notice_s
+        # Loopback: no proxy of the environment has a say.
+        async with httpx.AsyncClient(trust_env=False, timeout=5.0) as client:
+            while not await _answers_ok(client, self._ready_url):
+                if loop.time() >= next_notice:
+                    self._say("still waiting for the cluster to be ready")
+                    next_notice += self._policy.notice_s
+                await asyncio.sleep(self._policy.poll_s)
+        self._was_ready = True
+        self._on_ready()
+
+    def _say(self, text: str) -> None:
+        self._sink(_OWN_NAME, text.encode())
+
+
+async def _answers_ok(client: httpx.AsyncClient, url: str) -> bool:
+    try:
+        return (await client.get(url)).status_code == httpx.codes.OK
+    except httpx.HTTPError:
+        return False
+
+
+def _describe(status: int) -> str:
+    if status < 0:
+        return f"was killed by {signal.Signals(-status).name}"
+    return f"ended with exit status {status}"

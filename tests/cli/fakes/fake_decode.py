@@ -1,0 +1,5 @@
+"""A fake decode, see fake_role."""
+
+from fake_role import main
+
+main("decode")

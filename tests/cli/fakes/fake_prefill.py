@@ -1,0 +1,5 @@
+"""A fake prefill, see fake_role."""
+
+from fake_role import main
+
+main("prefill")

@@ -1,0 +1,69 @@
+"""A router or worker that does nothing but live and die as told; run as `python -P -m fake_<role>`.
+
+It records each start as `$FAKE_DIR/<role>.<pid>` with its command line. `$FAKE_<ROLE>` says how it behaves:
+"" lives on; "config" refuses its settings; "crash" dies at once; "stubborn" ignores SIGTERM; "parent" has a child of
+its own, recorded as `grandchild.<pid>`; "chatty" writes a very long line and half a line.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+
+class Ready(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/health/ready" else 404)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Nothing: requests are not what these tests read."""
+
+
+def flag(name: str) -> str:
+    return sys.argv[sys.argv.index(name) + 1]
+
+
+def end_with_parent(fd: int) -> None:
+    while os.read(fd, 1):
+        pass
+    os._exit(0)
+
+
+def behave(role: str) -> None:
+    behaviour = os.environ.get(f"FAKE_{role.upper()}", "")
+    if behaviour == "config":
+        print("block size 7 does not divide 16", file=sys.stderr, flush=True)
+        sys.exit(78)
+    if behaviour == "crash":
+        print("out of luck", file=sys.stderr, flush=True)
+        os._exit(3)
+    if behaviour == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if behaviour == "parent":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        record(f"grandchild.{child.pid}")
+    if behaviour == "chatty":
+        print("x" * 200_000 + "\nhalf", end="", flush=True)
+    print(f"{role} is up", flush=True)
+
+
+def record(name: str) -> None:
+    part = Path(os.environ["FAKE_DIR"], f"part.{os.getpid()}")
+    part.write_text(json.dumps({"argv": sys.argv[1:], "env": dict(os.environ)}))
+    part.rename(part.with_name(name))
+
+
+def main(role: str) -> None:
+    record(f"{role}.{os.getpid()}")
+    threading.Thread(target=end_with_parent, args=(int(flag("--parent-fd")),), daemon=True).start()
+    behave(role)
+    if role == "router":
+        HTTPServer(("127.0.0.1", int(flag("--http-port"))), Ready).serve_forever()
+    while True:
+        time.sleep(600)

@@ -1,0 +1,34 @@
+"""`splitserve up` with fake roles, no model and short times; takes UpConfig's fields as one JSON object."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from splitserve.cli import main, up
+from splitserve.cli.roles import Model, Roles
+from splitserve.cli.supervisor import Policy
+
+
+def locate(config: up.UpConfig) -> Model:
+    if os.environ.get("FAKE_LOCATE") == "slow":
+        print("locating", file=sys.stderr, flush=True)
+        time.sleep(600)
+    return Model(directory=Path("/models/fake"), served_name=config.served_model_name or "fake")
+
+
+def command() -> int:
+    settings = json.loads(sys.argv[1])
+    if "log_dir" in settings:
+        settings["log_dir"] = Path(settings["log_dir"])
+    return up.run_up(
+        up.UpConfig(**settings),
+        roles=Roles(router="fake_router", prefill_worker="fake_prefill", decode_worker="fake_decode"),
+        policy=Policy(first_delay_s=0.05, longest_delay_s=0.2, grace_s=3.0, give_up_after=3, poll_s=0.05),
+        locate=locate,
+    )
+
+
+main.make_app = lambda: command
+main.run()

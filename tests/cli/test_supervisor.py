@@ -1,0 +1,249 @@
+"""`splitserve up` over processes that live and die as told: what should live is started again, nothing outlives it."""
+
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from splitserve.cli.supervisor import Policy
+
+FAKES = Path(__file__).with_name("fakes")
+PATIENCE_S = 60.0
+
+
+class Up:
+    """A running supervisor: its output line by line, and the starts that its fake processes recorded."""
+
+    def __init__(
+        self, directory: Path, settings: dict[str, Any], env: dict[str, str], stderr_path: Path | None
+    ) -> None:
+        self.directory = directory
+        ports = {"grpc_port": 0, "http_port": 0, "internal_port": 0}
+        stderr = subprocess.PIPE if stderr_path is None else os.open(stderr_path, os.O_WRONLY)
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", str(FAKES / "run_up.py"), json.dumps(ports | settings)],
+            env=os.environ | {"PYTHONPATH": str(FAKES), "FAKE_DIR": str(directory)} | env,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            start_new_session=True,
+        )
+        if stderr_path is not None:
+            os.close(stderr)
+        self.lines: list[str] = []
+        self._queue: queue.Queue[str | None] = queue.Queue()
+        self._readers = [threading.Thread(target=self._read, args=(stream,), daemon=True) for stream in self.streams()]
+        for reader in self._readers:
+            reader.start()
+
+    def streams(self) -> list[Any]:
+        return [stream for stream in (self.process.stdout, self.process.stderr) if stream is not None]
+
+    def _read(self, stream: Any) -> None:
+        for line in stream:
+            self._queue.put(line.rstrip("\n"))
+
+    def wait_for(self, text: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not any(text in line for line in self.lines):
+            self.lines.append(self._queue.get(timeout=max(0.0, deadline - time.monotonic())))
+
+    def end(self) -> int:
+        """The exit status; all output is in `lines` afterwards."""
+        status = self.process.wait(PATIENCE_S)
+        for reader in self._readers:
+            reader.join(PATIENCE_S)
+        while not self._queue.empty():
+            self.lines.append(self._queue.get())
+        return status
+
+    def signal_group(self, number: int) -> None:
+        os.killpg(self.process.pid, number)
+
+    def starts(self, role: str) -> dict[int, dict[str, Any]]:
+        paths = self.directory.glob(f"{role}.[0-9]*")
+        return {int(path.suffix[1:]): json.loads(path.read_text()) for path in paths}
+
+    def pids(self) -> list[int]:
+        return [pid for role in ("router", "prefill", "decode", "grandchild") for pid in self.starts(role)]
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Up]]:
+    started: list[Up] = []
+
+    def make(*, env: dict[str, str] | None = None, stderr_path: Path | None = None, **settings: Any) -> Up:
+        started.append(Up(tmp_path, settings, env or {}, stderr_path))
+        return started[-1]
+
+    yield make
+    for up in started:
+        if up.process.poll() is None:
+            up.process.kill()
+        up.process.wait()
+        for stream in up.streams():
+            stream.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signal_left_a_process_or_a_bad_exit_status(start: Callable[..., Up], number: int) -> None:
+    up = start(prefill=2, decode=2, env={"FAKE_DECODE": "parent"})
+    up.wait_for("The cluster is ready")
+    assert eventually(lambda: len(up.pids()) == 7)
+    up.signal_group(number)
+    assert up.end() == 0
+    assert [pid for pid in up.pids() if is_alive(pid)] == []
+
+
+def test_process_that_ignores_sigterm_kept_the_cluster_from_ending(start: Callable[..., Up]) -> None:
+    up = start(env={"FAKE_PREFILL": "stubborn"})
+    up.wait_for("prefill is up")
+    up.process.send_signal(signal.SIGINT)
+    assert up.end() == 0
+    assert [pid for pid in up.pids() if is_alive(pid)] == []
+
+
+def test_killed_supervisor_left_orphans(start: Callable[..., Up]) -> None:
+    up = start()
+    up.wait_for("The cluster is ready")
+    up.wait_for("decode is up")
+    up.wait_for("prefill is up")
+    pids = up.pids()
+    assert len(pids) == 3
+    up.process.kill()
+    assert eventually(lambda: not any(map(is_alive, pids)))
+
+
+def test_dead_worker_stayed_dead_or_left_its_own_child(start: Callable[..., Up]) -> None:
+    up = start(env={"FAKE_DECODE": "parent"})
+    up.wait_for("The cluster is ready")
+    up.wait_for("decode is up")
+    (first,), (grandchild,) = up.starts("decode"), up.starts("grandchild")
+    os.kill(first, signal.SIGKILL)
+    up.wait_for("decode-0 was killed by SIGKILL")
+    assert eventually(lambda: len(up.starts("decode")) == 2)
+    assert not is_alive(grandchild)
+    up.process.send_signal(signal.SIGTERM)
+    assert up.end() == 0
+    assert [pid for pid in up.pids() if is_alive(pid)] == []
+
+
+def test_dead_router_stayed_dead(start: Callable[..., Up]) -> None:
+    up = start()
+    up.wait_for("The cluster is ready")
+    (first,) = up.starts("router")
+    os.kill(first, signal.SIGKILL)
+    assert eventually(lambda: len(up.starts("router")) == 2)
+    up.process.send_signal(signal.SIGINT)
+    assert up.end() == 0
+
+
+def test_hopeless_worker_was_started_for_ever(start: Callable[..., Up]) -> None:
+    up = start(env={"FAKE_PREFILL": "config"})
+    assert up.end() == 1
+    assert len(up.starts("prefill")) == 1
+    assert "splitserve: prefill-0 cannot start: block size 7 does not divide 16" in up.lines
+    assert [pid for pid in up.pids() if is_alive(pid)] == []
+
+
+def test_worker_that_always_dies_kept_the_start_going_for_ever(start: Callable[..., Up]) -> None:
+    up = start(env={"FAKE_DECODE": "crash", "FAKE_ROUTER": "crash"})
+    assert up.end() == 1
+    assert any("3 times before the cluster was ready: out of luck" in line for line in up.lines)
+    assert [pid for pid in up.pids() if is_alive(pid)] == []
+
+
+@pytest.mark.parametrize("flag", ["grpc_port", "http_port", "internal_port"])
+def test_taken_port_was_found_out_too_late(start: Callable[..., Up], flag: str) -> None:
+    with socket.socket() as held:
+        # gRPC servers share their ports with whoever asks; that must count as taken, too.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        port = held.getsockname()[1]
+        up = start(**{flag: port})
+        assert up.end() == 1
+    assert any(f"port {port} " in line and f"--{flag.replace('_', '-')}" in line for line in up.lines)
+    assert up.pids() == []
+
+
+def test_interrupt_while_the_model_is_fetched_failed(start: Callable[..., Up]) -> None:
+    up = start(env={"FAKE_LOCATE": "slow"})
+    up.wait_for("locating")
+    up.process.send_signal(signal.SIGTERM)
+    assert up.end() == 0
+    assert up.pids() == []
+
+
+def test_output_was_torn_or_lost(start: Callable[..., Up], tmp_path: Path) -> None:
+    up = start(log_dir=str(tmp_path / "logs"), env={"FAKE_DECODE": "chatty"})
+    up.wait_for("The cluster is ready")
+    up.wait_for("halfdecode is up")
+    up.process.send_signal(signal.SIGINT)
+    assert up.end() == 0
+    assert sum(line.count("x") for line in up.lines if line.startswith("decode-0")) == 200_000
+    assert "decode-0   | halfdecode is up" in up.lines
+    assert "router     | router is up" in up.lines
+    assert (tmp_path / "logs" / "prefill-0.log").read_text() == "prefill is up\n"
+
+
+def test_closed_output_blocked_the_cluster(start: Callable[..., Up], tmp_path: Path) -> None:
+    fifo = tmp_path / "stderr"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    up = start(stderr_path=fifo)
+    up.wait_for("The cluster is ready")
+    assert eventually(lambda: len(up.pids()) == 3)
+    os.close(reader)
+    os.kill(next(iter(up.starts("decode"))), signal.SIGKILL)  # makes the supervisor write
+    up.end()
+    assert [pid for pid in up.pids() if is_alive(pid)] == []
+
+
+def test_settings_of_up_leaked_into_its_children(start: Callable[..., Up]) -> None:
+    up = start(
+        env={"SPLITSERVE_CORES": "0", "SPLITSERVE_MODEL": "/other", "SPLITSERVE_MAX_ATTEMPTS": "7"}, cores="none"
+    )
+    up.wait_for("The cluster is ready")
+    assert eventually(lambda: len(up.pids()) == 3)
+    up.process.send_signal(signal.SIGINT)
+    assert up.end() == 0
+    for role in ("router", "prefill", "decode"):
+        (recorded,) = up.starts(role).values()
+        assert "SPLITSERVE_CORES" not in recorded["env"]
+        assert "SPLITSERVE_MODEL" not in recorded["env"]
+        assert recorded["env"]["SPLITSERVE_MAX_ATTEMPTS"] == "7"
+        assert "--cores" not in recorded["argv"]
+        assert recorded["argv"][recorded["argv"].index("--model") + 1] == "/models/fake"
+
+
+def test_back_off_stood_still_or_overflowed() -> None:
+    policy = Policy(first_delay_s=0.5, longest_delay_s=30.0)
+    assert [policy.delay_s(n) for n in (1, 2, 3, 7, 5000)] == [0.5, 1.0, 2.0, 30.0, 30.0]
