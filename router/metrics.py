@@ -113,12 +113,8 @@ class RequestRecord:
         self._outcome: Outcome | None = None
         self.is_refused = False
 
-    @property
-    def has_tokens(self) -> bool:
-        return bool(self._last_token)
-
     def refuse(self) -> None:
-        """The cluster would not take the request: whatever the error, it was rejected and did not fail."""
+        """The cluster had no room or no workers for the request: it cost no attempt, so it did not fail."""
         self.is_refused = True
 
     def admit(self, num_prompt_tokens: int) -> None:

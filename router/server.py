@@ -123,12 +123,16 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         request = await self._validator.validate(message, deadline=deadline, traceparent=_traceparent(context))
         try:
             generation = self._dispatcher.submit(request)
-        except Unavailable:
+        except SplitserveError:
             record.refuse()
             raise
         record.admit(len(request.prompt_ids))
         try:
             finish = await self._stream(request, generation, context, record)
+        except (Overloaded, Unavailable):
+            if generation.attempts == 0:
+                record.refuse()
+            raise
         finally:
             await generation.aclose()
         return Outcome(finish.reason)
@@ -194,9 +198,7 @@ def _outcome_of(error: SplitserveError, record: RequestRecord) -> Outcome:
     match error:
         case InvalidRequest() | NotFound():
             return Outcome.REJECTED
-        case Overloaded() if not record.has_tokens:
-            return Outcome.REJECTED
-        case Unavailable() if record.is_refused:
+        case Overloaded() | Unavailable() if record.is_refused:
             return Outcome.REJECTED
         case Cancelled():
             return Outcome.CANCELLED

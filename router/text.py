@@ -9,16 +9,17 @@ from typing import Protocol
 
 
 class TokenDecoder(Protocol):
-    """Incremental detokenization, as `Tokenizer.decode_stream()` gives it."""
+    """Incremental detokenization of one sample; what it gives never changes what it gave."""
 
     def step(self, token_id: int) -> str | None:
         """The text that this token completes; None while a character is not whole yet."""
 
+    def flush(self) -> str | None:
+        """What is left when no token follows, such as the mark for a character that never became whole."""
+
 
 class Detokenizer(Protocol):
     """The part of a tokenizer that makes text from ids."""
-
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
 
     def decode_stream(self, skip_special_tokens: bool = True) -> TokenDecoder: ...
 
@@ -94,56 +95,21 @@ class TextStream:
     """
 
     def __init__(self, detokenizer: Detokenizer, stop: tuple[str, ...] = (), min_tokens: int = 0) -> None:
-        self._detokenizer = detokenizer
         self._decoder = detokenizer.decode_stream()
-        self._matcher = StopMatcher(stop) if stop else None
+        self._matcher = StopMatcher(stop)
         self._min_tokens = min_tokens
         self._num_tokens = 0
-        # What the decoder has seen, how much text it gave, and the tokens that gave none yet.
-        self._ids: list[int] = []
-        self._decoded_length = 0
-        self._pending: list[int] = []
 
     def push(self, token_id: int) -> TextDelta:
         self._num_tokens += 1
-        self._pending.append(token_id)
-        try:
-            text = self._step(token_id)
-        except Exception:  # the library raises nothing narrower
-            text = self._restart()
-        return self._match(text) if text else TextDelta("")
+        return self._match(self._decoder.step(token_id))
 
     def finish(self) -> TextDelta:
         """The rest: bytes that never became a whole character, and text held for a stop string that did not come."""
-        rest = self._detokenizer.decode(self._ids)[self._decoded_length :] if self._pending else ""
-        self._pending = []
-        delta = self._match(rest)
-        if delta.matched_stop is not None or self._matcher is None:
-            return delta
-        return TextDelta(delta.text + self._matcher.release())
+        delta = self._match(self._decoder.flush())
+        return delta if delta.matched_stop is not None else TextDelta(delta.text + self._matcher.release())
 
-    def _step(self, token_id: int) -> str:
-        text = self._decoder.step(token_id)
-        self._ids.append(token_id)
-        if not text:
-            return ""
-        self._decoded_length += len(text)
-        self._pending = []
-        return text
-
-    def _restart(self) -> str:
-        # Byte-fallback decoders rewrite a whole run of bytes when a later one is invalid, and the stream then refuses
-        # to go on. What was shown stays; decoding starts anew behind it.
-        pending, self._pending = self._pending, []
-        self._decoder = self._detokenizer.decode_stream()
-        self._ids, self._decoded_length = [], 0
-        text = ""
-        for token_id in pending:
-            self._pending.append(token_id)
-            text += self._step(token_id)
-        return text
-
-    def _match(self, text: str) -> TextDelta:
-        if self._matcher is None or self._num_tokens < self._min_tokens:
-            return TextDelta(text)
-        return self._matcher.feed(text)
+    def _match(self, text: str | None) -> TextDelta:
+        if self._num_tokens < self._min_tokens:
+            return TextDelta(text or "")
+        return self._matcher.feed(text or "")

@@ -155,7 +155,10 @@ class RequestValidator:
         return await self._off_loop(lambda: self._encoder.encode_chat(messages), "chat")
 
     async def _off_loop(self, encode: Callable[[], list[int]], field: str) -> list[int]:
-        ids = await asyncio.get_running_loop().run_in_executor(self._tokenizer_threads, encode)
+        try:
+            ids = await asyncio.get_running_loop().run_in_executor(self._tokenizer_threads, encode)
+        except InvalidRequest as error:  # the tokenizer knows what is wrong, but not which field of ours it was given
+            raise InvalidRequest(error.message, reason=error.reason, field=field) from error
         if not ids:
             raise InvalidRequest(
                 f"{field} tokenizes to nothing: a prompt needs at least one token", field=field, reason=EMPTY_PROMPT

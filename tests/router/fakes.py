@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from tokenizers.decoders import DecodeStream
 
 from router.request import ClusterLimits, FinishReason, GenerationRequest, TokenEvent
 from splitserve.models.description import ModelDescription
+from splitserve.models.detokenizer import DecodeStream, Detokenizer
 from splitserve.service.errors import InvalidRequest
 
 NO_LIMITS = ClusterLimits(ready=True, max_prompt_tokens_prefill=0, max_prompt_tokens_decode=0, max_model_len=0)
@@ -53,6 +53,7 @@ class ByteTokenizer:
         self._tokenizer.decoder = decoders.ByteLevel()
         self._tokenizer.add_special_tokens([EOS])
         self._tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
+        self._detokenizer = Detokenizer.for_tokenizer(self._tokenizer)
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text).ids)
@@ -63,33 +64,11 @@ class ByteTokenizer:
                 raise InvalidRequest(f"role {message['role']!r} is unknown to the template", field="chat")
         return self.encode("".join(f"[{message['role']}]{message['content']}" for message in messages))
 
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+    def decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids))
 
-    def decode_stream(self, skip_special_tokens: bool = True) -> "Stream":
-        return Stream(self._tokenizer, skip_special_tokens)
-
-
-class Stream:
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
-        self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-
-    def step(self, token_id: int) -> str | None:
-        return self._stream.step(self._tokenizer, token_id)
-
-
-class LibraryTokenizer:
-    """Any tokenizer of the library as a `Detokenizer`."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
-
-    def decode_stream(self, skip_special_tokens: bool = True) -> Stream:
-        return Stream(self._tokenizer, skip_special_tokens)
+    def decode_stream(self, skip_special_tokens: bool = True) -> DecodeStream:
+        return self._detokenizer.stream(skip_special_tokens)
 
 
 class PieceDetokenizer:
@@ -97,9 +76,6 @@ class PieceDetokenizer:
 
     def __init__(self, pieces: list[bytes]) -> None:
         self._pieces = pieces
-
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        return b"".join(self._pieces[token_id] for token_id in ids).decode("utf-8", "replace")
 
     def decode_stream(self, skip_special_tokens: bool = True) -> "PieceDetokenizer.Stream":
         return PieceDetokenizer.Stream(self._pieces)
@@ -116,6 +92,9 @@ class PieceDetokenizer:
                 return None
             self._held = b""
             return text
+
+        def flush(self) -> str | None:
+            return self._held.decode("utf-8", "replace")
 
 
 class Wait:

@@ -14,6 +14,7 @@ from tests.router.edge import Edge, running, until
 from tests.router.fakes import (
     ByteTokenizer,
     FakeDispatcher,
+    FakeGeneration,
     Step,
     Wait,
     events,
@@ -145,6 +146,19 @@ async def test_a_refusal_by_the_cluster_reaches_the_caller_as_rejected(error: Ex
         assert refusal.code().name == code
         assert from_rpc_error(refusal).retry_after_s == getattr(error, "retry_after_s", None)
         assert edge.outcomes() == {"rejected": 1}
+
+
+async def test_a_request_that_no_worker_ever_took_was_rejected_and_did_not_fail() -> None:
+    class NeverTaken(FakeDispatcher):
+        def submit(self, request: GenerationRequest) -> FakeGeneration:
+            generation = super().submit(request)
+            generation.attempts = 0
+            return generation
+
+    async with running(Edge(NeverTaken(lambda _: [Unavailable("no pair of workers came")]))) as edge:
+        assert (await edge.refusal()).code() is grpc.StatusCode.UNAVAILABLE
+        assert edge.outcomes() == {"rejected": 1}
+        assert edge.dispatcher.all_closed
 
 
 async def test_a_client_that_leaves_frees_the_workers() -> None:

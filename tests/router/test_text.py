@@ -5,10 +5,9 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
 
 from router.text import StopMatcher, TextStream
-from tests.router.fakes import ByteTokenizer, LibraryTokenizer, PieceDetokenizer
+from tests.router.fakes import ByteTokenizer, PieceDetokenizer
 
 
 def shown(stream: TextStream, ids: list[int]) -> tuple[str, str | None]:
@@ -92,27 +91,6 @@ def test_characters_of_several_tokens_are_not_shown_in_parts(text: str) -> None:
     pieces = [stream.push(token_id).text for token_id in tokenizer.encode(text)]
     assert "".join(pieces) == text
     assert all("\ufffd" not in piece for piece in pieces)
-
-
-def test_a_sentencepiece_decoder_keeps_spaces() -> None:
-    """C19: a decoder that strips the first space must not strip it from every piece."""
-    vocab = {"<unk>": 0, "▁a": 1, "▁": 2, "▁b": 3, ",": 4, "<0xC3>": 5, "<0xA9>": 6, "<0xFF>": 7, "c": 8}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    detokenizer = LibraryTokenizer(tokenizer)
-    for ids in ([1, 2, 2, 3, 4], [2, 2, 1], [1, 5, 6, 3], [3, 2, 4]):
-        assert shown(TextStream(detokenizer), ids) == (tokenizer.decode(ids), None)
-
-
-def test_a_run_of_bytes_that_turns_invalid_does_not_end_the_stream() -> None:
-    """Byte fallback decodes a run of bytes as a whole: the character before was sent and stays."""
-    vocab = {"<unk>": 0, "<0xC3>": 1, "<0xA9>": 2, "<0xFF>": 3, "c": 4}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
-    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    text, _ = shown(TextStream(LibraryTokenizer(tokenizer)), [1, 2, 3, 4, 4])
-    assert text == "é\ufffdcc"
 
 
 @pytest.mark.parametrize(
