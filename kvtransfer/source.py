@@ -182,28 +182,14 @@ class Source:
         for transfer in list(self._transfers.values()):
             if transfer.is_ended:
                 self._settle(transfer)
-            else:
-                self._check_deadline(transfer, now)
+                continue
+            ready = self._links.get(transfer.link) if transfer.link is not None else None
+            overdue = transfer.overdue(now, self._settings, ready.progress_at if ready is not None else 0.0)
+            if overdue is not None:
+                self._fail(transfer, *overdue)
         for ready in list(self._links.values()):
             if ready.closing and min(ready.closing.values()) <= now:
                 self._outbox.cut(ready.link, "the sink did not confirm the end of a failed transfer")
-
-    def _check_deadline(self, transfer: SourceTransfer, now: float) -> None:
-        limits = self._settings
-        if transfer.link is None:
-            if now - transfer.opened_at >= limits.link_wait_s:
-                detail = f"no link to {transfer.ticket.sink_worker_id} within {limits.link_wait_s} s"
-                self._fail(transfer, FailureReason.UNREACHABLE, detail)
-        elif transfer.waits_for_peer or transfer.queue:
-            since = transfer.progress_at
-            if not transfer.waits_for_peer:
-                # It waits for credit that other transfers hold: their progress is its own.
-                since = max(since, self._links[transfer.link].progress_at)
-            if now - since >= limits.transfer_timeout_s:
-                detail = f"the sink made no progress for {limits.transfer_timeout_s} s"
-                self._fail(transfer, FailureReason.TIMEOUT, detail)
-        elif now - transfer.progress_at >= limits.idle_timeout_s:
-            self._fail(transfer, FailureReason.TIMEOUT, f"no block was given to send for {limits.idle_timeout_s} s")
 
     @property
     def is_waiting(self) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from kvtransfer.carrier import LinkId, SendHandle
 from kvtransfer.events import FailureReason
 from kvtransfer.messages import MAX_BLOCKS_PER_MESSAGE, MAX_PAYLOAD_BYTES, Finish
+from kvtransfer.settings import KVSettings
 from kvtransfer.ticket import Ticket
 
 
@@ -88,3 +89,18 @@ class SourceTransfer:
         """The blocks of the next message, still in the queue."""
         count = max(1, min(max_message_bytes // block_nbytes, MAX_BLOCKS_PER_MESSAGE, len(self.queue)))
         return [self.queue[i] for i in range(count)]
+
+    def overdue(self, now: float, limits: KVSettings, link_progress_at: float) -> tuple[FailureReason, str] | None:
+        """Which deadline has passed, if one has: for a link, for the sink's answer, or for our own engine's blocks."""
+        if self.link is None:
+            if now - self.opened_at >= limits.link_wait_s:
+                sink = self.ticket.sink_worker_id
+                return FailureReason.UNREACHABLE, f"no link to {sink} within {limits.link_wait_s} s"
+        elif self.waits_for_peer or self.queue:
+            # While it only waits for credit that other transfers hold, their progress is its own.
+            since = self.progress_at if self.waits_for_peer else max(self.progress_at, link_progress_at)
+            if now - since >= limits.transfer_timeout_s:
+                return FailureReason.TIMEOUT, f"the sink made no progress for {limits.transfer_timeout_s} s"
+        elif now - self.progress_at >= limits.idle_timeout_s:
+            return FailureReason.TIMEOUT, f"no block was given to send for {limits.idle_timeout_s} s"
+        return None

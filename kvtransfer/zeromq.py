@@ -12,7 +12,7 @@ from pathlib import Path
 
 import zmq
 
-from kvtransfer.carrier import CarrierEvent, Disconnected, LinkId
+from kvtransfer.carrier import CarrierEvent, Connected, Disconnected, LinkId
 from kvtransfer.endpoint import KVEndpoint
 from kvtransfer.messages import MAX_HEADER_BYTES
 from kvtransfer.same_host import IpcDirectory, is_same_host
@@ -122,7 +122,7 @@ class ZeroMQCarrier:
         return NOTHING_TO_READ
 
     def disconnect(self, link: LinkId) -> None:
-        self._incoming.forget(link)
+        self._incoming.disconnect(link)
         self._close_outgoing(link)
 
     def _close_outgoing(self, link: LinkId) -> None:
@@ -154,15 +154,15 @@ class ZeroMQCarrier:
 
     def _outgoing_events(self, outgoing: OutgoingLink) -> list[CarrierEvent]:
         """In the order connected, messages, disconnected: the last words of a peer are heard."""
-        changes: list[CarrierEvent] = list(outgoing.changes())
-        if outgoing.broken:
-            changes.append(Disconnected(outgoing.link, outgoing.broken))
-        ends = [change for change in changes if isinstance(change, Disconnected)][:1]
-        events = [change for change in changes if not isinstance(change, Disconnected)]
+        changes = outgoing.changes()
+        events: list[CarrierEvent] = [change for change in changes if isinstance(change, Connected)]
+        ends = [change for change in changes if isinstance(change, Disconnected)]
         events += outgoing.receive(None if ends else MAX_MESSAGES_PER_POLL)
+        if outgoing.broken:
+            ends.append(Disconnected(outgoing.link, outgoing.broken))
         if ends:
             self._close_outgoing(outgoing.link)
-        return events + ends
+        return events + ends[:1]
 
     # Wake-up.
 

@@ -16,6 +16,12 @@ HEARTBEAT_INTERVAL_MS = 5_000
 # Longer than the largest block takes on the slowest link that is worth using: a heartbeat waits behind it.
 HEARTBEAT_TIMEOUT_MS = 30_000
 
+# Two messages between the carriers themselves, told by their empty header: the ROUTER's question whether a connection
+# still is, and its request to close it.
+PROBE: tuple[bytes, Sequence[memoryview]] = (b"", ())
+GOODBYE: tuple[bytes, Sequence[memoryview]] = (b"", (memoryview(b""),))
+NUM_GOODBYE_FRAMES = 2
+
 # Events after which this connection will never carry a message again.
 _ENDS = {
     zmq.EVENT_DISCONNECTED: "the connection ended",
@@ -109,8 +115,11 @@ class OutgoingLink:
                 parts = self.socket.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.ZMQError:
                 break
-            if len(parts) == 1 and not len(parts[0]):
-                continue  # the router's probe: it only wanted to know whether we are there
+            if not len(parts[0]):
+                if len(parts) == NUM_GOODBYE_FRAMES:
+                    self.broken = "the peer ended the link"
+                    break
+                continue  # a probe: it only wanted to know whether we are there
             found.append(Received(self.link, parts[0].buffer, [part.buffer for part in parts[1:]]))
         return found
 

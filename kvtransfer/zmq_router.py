@@ -14,7 +14,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvtransfer.carrier import CarrierEvent, Connected, Disconnected, LinkId, Received
 from kvtransfer.messages import MAX_BLOCKS_PER_MESSAGE
-from kvtransfer.zmq_link import watch_half_open
+from kvtransfer.zmq_link import GOODBYE, PROBE, watch_half_open
 
 # Whole messages that may wait to be read, per source: reached, it slows that source down and loses nothing.
 RECEIVE_QUEUE_MESSAGES = 1024
@@ -105,10 +105,17 @@ class IncomingLinks:
             self._probes_left -= 1
             self._next_probe = time.monotonic() + PROBE_INTERVAL_S
             for link in list(self._identities):
-                self.send(link, b"", ())
+                self.send(link, *PROBE)
         found = list(self._failed)
         self._failed.clear()
         return found
+
+    def disconnect(self, link: LinkId) -> None:
+        """A ROUTER cannot close one connection, so the other side is asked to; see `zmq_link.GOODBYE`."""
+        if link in self._identities:
+            self.send(link, *GOODBYE)
+            self._failed = deque(failed for failed in self._failed if failed.link != link)
+            self.forget(link)
 
     def forget(self, link: LinkId) -> None:
         """From now on whatever this link still brings is dropped."""
