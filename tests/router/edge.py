@@ -14,6 +14,7 @@ from router.request import ClusterLimits
 from router.server import InferenceServicer
 from router.validation import Encoder, RequestValidator
 from splitserve.models.description import ModelDescription
+from splitserve.models.tokenizer import Tokenizer
 from splitserve.service.limits import GRPC_MESSAGE_OPTIONS
 from splitserve.v1 import inference_pb2 as pb
 from splitserve.v1 import inference_pb2_grpc as pb_grpc
@@ -24,7 +25,7 @@ from tests.router.fakes import NO_LIMITS, ByteTokenizer, FakeDispatcher, model_d
 class Edge:
     dispatcher: FakeDispatcher = field(default_factory=FakeDispatcher)
     model: ModelDescription = field(default_factory=model_description)
-    tokenizer: ByteTokenizer = field(default_factory=ByteTokenizer)
+    tokenizer: ByteTokenizer | Tokenizer = field(default_factory=ByteTokenizer)
     limits: Callable[[], ClusterLimits] = lambda: NO_LIMITS
     encoder: Encoder | None = None
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
