@@ -10,8 +10,8 @@ import uuid
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-import structlog
 import msgspec
+import structlog
 
 from decode_worker.scheduler import SequenceView, plan_step
 from kvtransfer import events
@@ -63,6 +63,7 @@ class DecodeEngine:
         self._runner = context.runner
         self._agent = context.agent
         self._publish = context.publish
+        self._eos_token_ids = frozenset(context.description.eos_token_ids)
         self._layout = context.runner.layout
         # A sequence that alone fills the pool ends by length instead of waiting for blocks that cannot come.
         self._max_len = min(context.max_model_len, context.runner.pool.num_blocks * self._layout.block_size)
@@ -94,6 +95,9 @@ class DecodeEngine:
     def _reserve(self, command: messages.Reserve) -> None:
         """Room means the whole sequence so far plus the slot of the first decoded token."""
         if command.attempt in self._sequences:
+            return
+        if len(command.start.samples) != 1:
+            self._refuse(command, Reason.INVALID, "an attempt of several samples is not served")
             return
         sample = command.start.samples[0]
         token_ids = command.start.prompt_ids + sample.output_ids
@@ -132,12 +136,14 @@ class DecodeEngine:
             num_cached_blocks=0,
             num_blocks=num_to_receive,
         )
+        # Before the answer, so that a router never sees the answer without the room that it took.
+        self._publish(self.load())
         self._publish(messages.Reserved(session=command.session, attempt=command.attempt, ticket=ticket))
 
     def _too_large(self, num_tokens: int, num_blocks: int) -> str | None:
         if num_tokens >= self._context.max_model_len:
             return f"{num_tokens} tokens leave no room for output: the context is {self._context.max_model_len}"
-        total = self._allocator.counts().total
+        total = self._allocator.counts.total
         if num_blocks > total:
             return f"{num_tokens} tokens and their first output need {num_blocks} blocks: the pool has {total}"
         return None
@@ -221,7 +227,7 @@ class DecodeEngine:
             [Segment([s.token_ids[-1]], len(s.token_ids) - 1, s.blocks, wants_logits=True) for s in batch]
         )
         draws = [Draw(s.params, s.sample, s.num_prompt, s.num_outputs) for s in batch]
-        tokens = draw_tokens(logits, draws, self._context.description.eos_token_ids, self._max_len)
+        tokens = draw_tokens(logits, draws, self._eos_token_ids, self._max_len)
         drawn = []
         for sequence, token in zip(batch, tokens, strict=True):
             if token is None:
@@ -264,7 +270,7 @@ class DecodeEngine:
             self._publish(messages.StepTokens(session=session, tokens=tokens))
 
     def load(self) -> messages.Load:
-        counts = self._allocator.counts()
+        counts = self._allocator.counts
         stats = self._agent.stats()
         num_running = sum(s.phase is Phase.RUNNING for s in self._sequences.values())
         return messages.Load(

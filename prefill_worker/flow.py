@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass, field
 
 import structlog
+
 from kvtransfer import events
 from kvtransfer.ticket import Ticket
 from prefill_worker.scheduler import Chunk, PromptView, plan_step
@@ -56,6 +57,7 @@ class PrefillEngine:
         self._runner = context.runner
         self._agent = context.agent
         self._publish = context.publish
+        self._eos_token_ids = frozenset(context.description.eos_token_ids)
         self._allocator = BlockAllocator(context.runner.pool.num_blocks)
         self._attempts: dict[str, PrefillAttempt] = {}
         self._by_transfer: dict[str, PrefillAttempt] = {}
@@ -69,8 +71,8 @@ class PrefillEngine:
             case messages.Release(attempt=attempt):
                 self._release(self._attempts.get(attempt), "released by the router")
             case messages.EndSession(session=session):
-                for attempt in [a for a in self._attempts.values() if a.session == session]:
-                    self._release(attempt, "the router is gone")
+                for orphan in [a for a in self._attempts.values() if a.session == session]:
+                    self._release(orphan, "the router is gone")
             case messages.SetPeers(endpoints=endpoints):
                 self._agent.set_peers(endpoints)
             case events.TransferAcked(transfer_id=transfer_id):
@@ -83,6 +85,9 @@ class PrefillEngine:
     def _admit(self, command: messages.Prefill) -> None:
         """Takes the prompt only if blocks for all of it are there now, so that what is admitted always finishes."""
         if command.attempt in self._attempts:
+            return
+        if len(command.start.samples) != 1:
+            self._refuse(command, Reason.INVALID, "an attempt of several samples is not served")
             return
         sample = command.start.samples[0]
         token_ids = command.start.prompt_ids + sample.output_ids
@@ -110,12 +115,14 @@ class PrefillEngine:
         self._attempts[attempt.attempt] = attempt
         self._by_transfer[attempt.ticket.transfer_id] = attempt
         self._agent.open(attempt.ticket)
+        # Before the answer, so that a router never sees the answer without the room that it took.
+        self._publish(self.load())
         self._publish(messages.Accepted(session=command.session, attempt=command.attempt))
 
     def _too_large(self, num_tokens: int, num_blocks: int) -> str | None:
         if num_tokens >= self._context.max_model_len:
             return f"{num_tokens} tokens leave no room for output: the context is {self._context.max_model_len}"
-        total = self._allocator.counts().total
+        total = self._allocator.counts.total
         if num_blocks > total:
             return f"{num_tokens} tokens need {num_blocks} blocks: the pool has {total}"
         return None
@@ -134,9 +141,7 @@ class PrefillEngine:
         """Tells the router that the attempt is lost, then lets it go."""
         if not attempt.released:
             self._publish(
-                messages.AttemptEnded(
-                    session=attempt.session, attempt=attempt.attempt, reason=reason, message=message
-                )
+                messages.AttemptEnded(session=attempt.session, attempt=attempt.attempt, reason=reason, message=message)
             )
         self._release(attempt, message)
 
@@ -184,7 +189,7 @@ class PrefillEngine:
                 finished.append(attempt)
         if finished:
             draws = [Draw(a.params, a.sample.index, a.num_prompt, len(a.sample.output_ids)) for a in finished]
-            tokens = draw_tokens(logits, draws, self._context.description.eos_token_ids, self._context.max_model_len)
+            tokens = draw_tokens(logits, draws, self._eos_token_ids, self._context.max_model_len)
             for attempt, token in zip(finished, tokens, strict=True):
                 self._hand_off(attempt, token)
 
@@ -212,7 +217,10 @@ class PrefillEngine:
             return
         self._publish(
             messages.FirstTokens(
-                session=attempt.session, attempt=attempt.attempt, tokens=[token], num_cached_tokens=0,
+                session=attempt.session,
+                attempt=attempt.attempt,
+                tokens=[token],
+                num_cached_tokens=0,
                 num_computed_tokens=len(attempt.token_ids),
             )
         )
@@ -221,7 +229,7 @@ class PrefillEngine:
         self._agent.finish(attempt.ticket.transfer_id, keys, encode_finish([token]))
 
     def load(self) -> messages.Load:
-        counts = self._allocator.counts()
+        counts = self._allocator.counts
         stats = self._agent.stats()
         computing = [a for a in self._attempts.values() if a.is_computing]
         return messages.Load(

@@ -58,12 +58,13 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 
 def can_decode(view: DecodeView, num_tokens: int) -> bool:
     """Room for the sequence and the slot of its first decoded token, now."""
-    return view.free_seqs > 0 and blocks_for(num_tokens + 1, view.block_size) <= view.available_blocks
+    fits = blocks_for(num_tokens + 1, view.block_size) <= view.available_blocks
+    return fits and view.free_seqs > 0 and num_tokens < view.max_model_len
 
 
 def can_prefill(view: PrefillView, num_tokens: int) -> bool:
     """Blocks for the whole prompt, and a queue short enough that waiting here beats waiting at the router."""
-    fits = blocks_for(num_tokens, view.block_size) <= view.available_blocks
+    fits = blocks_for(num_tokens, view.block_size) <= view.available_blocks and num_tokens < view.max_model_len
     idle = view.waiting_tokens == 0
     return fits and (idle or view.waiting_tokens + num_tokens <= view.max_waiting_tokens)
 

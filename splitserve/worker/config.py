@@ -21,7 +21,7 @@ class WorkerConfig:
     "The name that requests use; default: the model's own."
     dtype: DType = "auto"
     "auto: bfloat16 where the processor has bfloat16 units, else float32."
-    device: str = "auto"
+    device: Literal["auto", "cpu"] = "auto"
     "auto or cpu."
     block_size: Positive = 16
     "Tokens in one KV block."

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import structlog
+
 from kvtransfer import events
 from splitserve.service.errors import SplitserveError
 from splitserve.service.logging import configure_logging

@@ -18,6 +18,9 @@ from splitserve.worker import messages
 from splitserve.worker.config import WorkerConfig
 from splitserve.worker.kv import make_agent
 
+# What --device names, in torch's words.
+_DEVICES = {"auto": "cpu", "cpu": "cpu"}
+
 Publish = Callable[[messages.Report], None]
 
 
@@ -44,10 +47,14 @@ def build_context(
     def progress(text: str) -> None:
         publish(messages.Progress(text=text))
 
+    def fetch_progress(what: str, done: int, total: int) -> None:
+        if done == total:
+            progress(what)
+
     description = locate_model(
         config.model,
         revision=config.revision,
-        progress=progress,
+        progress=fetch_progress,
         trust_remote_code=config.trust_remote_code,
         allow_pickle=config.allow_pickle,
     )
@@ -56,7 +63,7 @@ def build_context(
         runner = ModelRunner.load(
             description.directory,
             dtype=config.dtype,
-            device=config.device,
+            device=_DEVICES[config.device],
             block_size=config.block_size,
             kv_cache_bytes=config.kv_cache_memory,
             progress=progress,
@@ -64,7 +71,7 @@ def build_context(
     fingerprint = _fingerprint(
         config.served_model_name or description.name, config.revision or description.revision, runner.layout
     )
-    # Started unpinned: the KV thread and ZeroMQ's I/O thread inherit every core, so that they can stay off the engine's.
+    # Started unpinned: the KV thread and ZeroMQ's I/O thread inherit every core, so that they stay off the engine's.
     agent = make_agent(config, configure.worker_id, fingerprint, runner.pool, on_event)
     agent.start()
     if config.cores:
@@ -92,7 +99,7 @@ def ready_report(context: EngineContext) -> messages.Ready:
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=context.max_model_len,
         kv_endpoint=context.agent.endpoint,
-        device=runner.device,
+        device=_DEVICES[config.device],
         transport="zmq",
         numerics=runner.numerics,
         recompute_exact=runner.recompute_exact,

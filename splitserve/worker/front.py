@@ -141,9 +141,11 @@ class Front:
         self._joiner = Joiner(
             self._config.router, hello, self._load_message, self._on_router_message, self._on_router_end
         )
-        self._http = WorkerHttp(ready, lambda: [c for c in self._joiner.connections.values() if c.is_joined])
+        self._http = WorkerHttp(ready, self._joined_routers)
         async with self._http.serving(self._config.bind, self._config.http_port) as port:
-            log.info("ready", worker_id=self._worker_id, blocks=ready.num_blocks, http_port=port, kv=ready.kv_endpoint.tcp)
+            log.info(
+                "ready", worker_id=self._worker_id, blocks=ready.num_blocks, http_port=port, kv=ready.kv_endpoint.tcp
+            )
             await first_of(self._joiner.run(), self._read_reports(stop), self._watch(stop), stop.wait())
 
     # From the engine
@@ -171,10 +173,11 @@ class Front:
             case messages.Ready() | messages.StartFailed():
                 log.error("unexpected report", type=type(report).__name__)
             case _:
-                self._http.count_tokens(report)
-                connection_of = self._joiner.connections.get(report.session)
-                if connection_of is not None:
-                    connection_of.send(translate.to_worker_message(report))
+                if isinstance(report, messages.FirstTokens | messages.StepTokens):
+                    self._http.count_tokens(report)
+                receiver = self._joiner.connections.get(report.session)
+                if receiver is not None:
+                    receiver.send(translate.to_worker_message(report))
 
     async def _watch(self, stop: StopRequest) -> None:
         """Ends the worker when a step is older than its limit or an idle engine shows no sign of life."""
@@ -188,6 +191,9 @@ class Front:
                 stop.set("the engine stands still", 1)
                 return
             await asyncio.sleep(_WATCH_INTERVAL_S)
+
+    def _joined_routers(self) -> list[str]:
+        return [connection.address for connection in self._joiner.connections.values() if connection.is_joined]
 
     def _load_message(self) -> pb.WorkerMessage:
         return translate.load_message(self._load, self._engine.clock.read())

@@ -6,9 +6,9 @@ Lives on the front's event loop. Workers dial and routers never do, so no client
 import asyncio
 from collections.abc import Callable
 
-import structlog
 import grpc
 import grpc.aio
+import structlog
 
 from splitserve.service.lifecycle import first_of
 from splitserve.v1 import cluster_pb2 as pb
@@ -51,12 +51,12 @@ class RouterConnection:
     async def run(self, on_message: Callable[["RouterConnection", pb.RouterMessage], None]) -> str:
         """Keeps the stream until it ends, and returns why it did."""
         async with grpc.aio.insecure_channel(self.address, options=_CHANNEL_OPTIONS) as channel:
-            call = ClusterServiceStub(channel).Join()  # type: ignore[no-untyped-call]
+            call = ClusterServiceStub(channel).Join()
             try:
                 async with asyncio.timeout(_WELCOME_TIMEOUT_S):
                     await call.write(self._hello)
                     first = await call.read()
-                if first is grpc.aio.EOF:
+                if not isinstance(first, pb.RouterMessage):
                     return f"{await call.code()}: {await call.details()}"
                 if first.WhichOneof("body") != "welcome":
                     return "the router did not answer with a welcome"

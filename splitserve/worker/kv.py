@@ -7,6 +7,7 @@ from kvtransfer.events import KVEvent
 from kvtransfer.fingerprint import Fingerprint
 from kvtransfer.settings import KVSettings
 from kvtransfer.store import BlockStore
+from kvtransfer.zeromq import ZeroMQCarrier, ZeroMQSettings
 from splitserve.worker.config import WorkerConfig
 
 
@@ -17,3 +18,16 @@ def make_agent(
     store: BlockStore,
     on_event: Callable[[KVEvent], None],
 ) -> KVAgent:
+    """Not yet started; binds an ephemeral port on the configured address."""
+    carrier = ZeroMQCarrier(
+        ZeroMQSettings(bind=config.bind, advertise=config.advertise or "", max_block_bytes=store.block_nbytes)
+    )
+    settings = KVSettings(transfer_timeout_s=config.transfer_timeout)
+    return KVAgent(
+        worker_id=worker_id,
+        fingerprint=fingerprint,
+        store=store,
+        carrier=carrier,
+        settings=settings,
+        on_event=on_event,
+    )

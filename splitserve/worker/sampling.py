@@ -35,7 +35,7 @@ class Draw:
 
 
 def draw_tokens(
-    logits: torch.Tensor, draws: Sequence[Draw], eos_token_ids: tuple[int, ...], max_model_len: int
+    logits: torch.Tensor, draws: Sequence[Draw], eos_token_ids: frozenset[int], max_model_len: int
 ) -> list[messages.Token | None]:
     """One token per row of `logits` [rows, vocab]; None where the row holds no usable number."""
     rows = [SampleRow(draw.params, draw.sample, draw.num_outputs) for draw in draws]

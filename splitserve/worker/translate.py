@@ -115,9 +115,7 @@ def to_worker_message(report: messages.Report) -> pb.WorkerMessage:
         case messages.StepTokens(tokens=tokens):
             return pb.WorkerMessage(step_tokens=pb.StepTokens(tokens=map(_token, tokens)))
         case messages.LinkReport(peer=peer, reachable=reachable, detail=detail):
-            return pb.WorkerMessage(
-                link_report=pb.LinkReport(peer_worker_id=peer, reachable=reachable, detail=detail)
-            )
+            return pb.WorkerMessage(link_report=pb.LinkReport(peer_worker_id=peer, reachable=reachable, detail=detail))
         case _:
             raise TypeError(f"{type(report).__name__} is not for routers")
 

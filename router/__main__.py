@@ -1,0 +1,124 @@
+"""The router process: parses its settings, builds its parts, runs them until told to stop."""
+
+import asyncio
+import dataclasses
+import uuid
+
+import grpc.aio
+import structlog
+from fastapi import FastAPI
+
+from router.config import RouterConfig
+from router.dispatcher import ClusterDispatcher
+from router.grpc_server import SERVER_OPTIONS, InferenceServer
+from router.http import create_app
+from router.join import ClusterServicer
+from router.membership import Membership
+from router.metrics import RouterMetrics
+from router.server import InferenceServicer
+from router.validation import RequestValidator
+from splitserve.models.description import ModelDescription
+from splitserve.models.locate import locate_model
+from splitserve.models.tokenizer import Tokenizer
+from splitserve.service.config import EXIT_CONFIG, run_process
+from splitserve.service.errors import SplitserveError
+from splitserve.service.http_server import serve_http
+from splitserve.service.lifecycle import StopRequest, first_of, run_loop
+from splitserve.service.logging import configure_logging
+from splitserve.service.metrics import new_registry
+from splitserve.v1 import cluster_pb2_grpc as pb_grpc
+
+log: structlog.stdlib.BoundLogger = structlog.get_logger("router")
+
+_STOP_GRACE_S = 2.0
+
+
+def main(config: RouterConfig) -> int:
+    configure_logging("router", config.log_level)
+    try:
+        model = locate_model(config.model, revision=config.revision)
+        tokenizer = Tokenizer.load(model.directory)
+    except SplitserveError as error:
+        log.error("cannot serve", reason=error.message)
+        return EXIT_CONFIG
+    if config.served_model_name:
+        model = dataclasses.replace(model, name=config.served_model_name)
+    return run_loop(lambda stop: Router(config, model, tokenizer).run(stop), config.parent_fd)
+
+
+class Router:
+    """The composition root: who knows whom."""
+
+    def __init__(self, config: RouterConfig, model: ModelDescription, tokenizer: Tokenizer) -> None:
+        self._config = config
+        self._registry = new_registry()
+        metrics = RouterMetrics(self._registry, model.name)
+        self._membership = Membership(config, model.name, model.revision)
+        self._dispatcher = ClusterDispatcher(config, self._membership, metrics)
+        self._validator = RequestValidator(model, tokenizer, self._membership.limits)
+        self._public = InferenceServer(
+            InferenceServicer(
+                model=model,
+                detokenizer=tokenizer,
+                validator=self._validator,
+                dispatcher=self._dispatcher,
+                limits=self._membership.limits,
+                metrics=metrics,
+            )
+        )
+        self._cluster = ClusterServicer(config, self._membership, uuid.uuid4().hex)
+        self._internal: grpc.aio.Server
+        metrics.watch_load(
+            running=self._membership.num_running,
+            waiting=lambda: len(self._dispatcher.queue),
+            kv_cache_usage=self._membership.kv_cache_usage,
+        )
+        self._membership.on_change(lambda: self._public.set_ready(self._membership.is_ready))
+
+    async def run(self, stop: StopRequest) -> int:
+        config = self._config
+        try:
+            internal_port = await self._start_internal()
+            grpc_port = await self._public.start(config.bind, config.grpc_port)
+            http = await serve_http(self._app(), config.bind, config.http_port)
+        except OSError as error:
+            log.error("cannot listen", reason=str(error))
+            return EXIT_CONFIG
+        log.info("listening", grpc=grpc_port, http=http.port, internal=internal_port)
+        await first_of(self._membership.watch(), stop.wait())
+        log.info("stopping", reason=stop.reason)
+        await asyncio.gather(self._public.stop(_STOP_GRACE_S), http.stop())
+        await self._internal.stop(0)
+        self._validator.close()
+        return stop.status
+
+    async def _start_internal(self) -> int:
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        pb_grpc.add_ClusterServiceServicer_to_server(self._cluster, server)
+        address = f"{self._config.internal_bind}:{self._config.internal_port}"
+        try:
+            port = server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {address}: {error}") from error
+        await server.start()
+        self._internal = server
+        return port
+
+    def _app(self) -> FastAPI:
+        return create_app(
+            not_ready_reason=lambda: None if self._membership.is_ready else self._membership.why_not_ready(),
+            cluster=lambda: (
+                self._membership.describe()
+                | {
+                    "queue": {
+                        "requests": len(self._dispatcher.queue),
+                        "prompt_tokens": self._dispatcher.queue.num_tokens,
+                    }
+                }
+            ),
+            registry=self._registry,
+        )
+
+
+if __name__ == "__main__":
+    run_process("router", "Takes requests in and streams tokens out.", RouterConfig, main)

@@ -1,0 +1,253 @@
+"""One attempt: one pair of workers carrying a request from reservation to its last token, or until something goes wrong.
+
+A request is a sequence of attempts (`flow`). An attempt owns its place on two workers from the moment it is granted until
+`close`, which gives back whatever is left on either, at any stage.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+
+import structlog
+
+from kvtransfer.ticket import Ticket
+from router.config import RouterConfig
+from router.metrics import RouterMetrics, Stage
+from router.worker import (
+    Accepted,
+    AttemptEvent,
+    Ended,
+    FirstTokensArrived,
+    Reason,
+    Refused,
+    Reserved,
+    Start,
+    TokenArrived,
+    Worker,
+    WorkerLost,
+)
+
+log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+
+# Refusals and orderly leave-taking: nobody's failure.
+_NOT_A_FAILURE = frozenset({Reason.NO_ROOM, Reason.DRAINING, Reason.UNREACHABLE_PEER, Reason.PREEMPTED})
+# The request itself is at fault: another worker would say the same.
+_FATAL = frozenset({Reason.TOO_LARGE, Reason.INTERNAL})
+
+
+@dataclass(eq=False)
+class AttemptLostError(Exception):
+    """The attempt ended without finishing its samples. `was_running_on` names a worker that died computing it."""
+
+    reason: str
+    message: str
+    is_failure: bool
+    is_fatal: bool = False
+    worker: str = ""
+    was_running_on: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.message}"
+
+
+class TokenOrder:
+    """Lets each position of one sample through once and in order, and keeps what comes early."""
+
+    def __init__(self, next_position: int) -> None:
+        self._next = next_position
+        self._early: dict[int, TokenArrived] = {}
+
+    def take(self, token: TokenArrived) -> list[TokenArrived]:
+        if token.position >= self._next:
+            self._early[token.position] = token
+        ready = []
+        while (following := self._early.pop(self._next, None)) is not None:
+            ready.append(following)
+            self._next += 1
+        return ready
+
+
+class Attempt:
+    """Granted by the dispatcher with room already promised on both workers; also the mailbox for what they say."""
+
+    def __init__(
+        self, attempt_id: str, prefill: Worker, decode: Worker, config: RouterConfig, metrics: RouterMetrics
+    ) -> None:
+        self.attempt_id = attempt_id
+        self.prefill = prefill
+        self.decode = decode
+        self.num_cached_tokens = 0
+        self._config = config
+        self._metrics = metrics
+        self._mailbox: asyncio.Queue[AttemptEvent] = asyncio.Queue()
+        self._is_accepted = False
+        self._has_first_token = False
+        self._decode_spoke = False
+        self._decode_finished = False
+        self._is_closed = False
+
+    def deliver(self, event: AttemptEvent) -> None:
+        self._mailbox.put_nowait(event)
+
+    async def tokens(
+        self,
+        start: Start,
+        traceparent: str,
+        seconds_left: Callable[[], float],
+        another_prefill: Callable[["Attempt", set[str]], bool],
+    ) -> AsyncGenerator[TokenArrived, None]:
+        """Runs the attempt; each position once and in order, until every sample has finished.
+
+        Raises AttemptLostError when the attempt is over early, TimeoutError when `seconds_left` (the request's own
+        deadline) ran out. `another_prefill` moves the attempt to a prefill worker outside the given set, if one has room.
+        """
+        ticket = await self._reserve(start, traceparent, seconds_left)
+        await self._hand_over(start, ticket, traceparent, seconds_left, another_prefill)
+        orders = {index: TokenOrder(len(output)) for index, output in start.outputs.items()}
+        unfinished = set(orders)
+        clock = asyncio.get_running_loop().time
+        stage_began = clock()
+        while unfinished:
+            had_first, had_decode = self._has_first_token, self._decode_spoke
+            limit = self._config.token_timeout if had_first else self._config.prefill_timeout
+            arrived = self._arrived(await self._next(limit, seconds_left))
+            now = clock()
+            if self._has_first_token and not had_first:
+                self._metrics.observe_stage(Stage.PREFILL, now - stage_began)
+                stage_began = now
+            if self._decode_spoke and not had_decode:
+                self._metrics.observe_stage(Stage.HANDOFF, now - stage_began)
+                stage_began = now
+            for token in arrived:
+                for ordered in orders[token.sample].take(token) if token.sample in orders else ():
+                    if ordered.finish_reason is not None:
+                        unfinished.discard(ordered.sample)
+                        self._decode_finished = not unfinished and self._decode_spoke
+                    yield ordered
+        self._metrics.observe_stage(Stage.DECODE, clock() - stage_began)
+
+    async def _reserve(self, start: Start, traceparent: str, seconds_left: Callable[[], float]) -> Ticket:
+        # The reservation outlives everything that this side waits for before the blocks must be there.
+        timeout_s = 2 * self._config.reserve_timeout + self._config.prefill_timeout
+        self.decode.channel.reserve(self.attempt_id, start, timeout_s, traceparent)
+        event = await self._next(self._config.reserve_timeout, seconds_left)
+        if not isinstance(event, Reserved):
+            raise self._lost(Reason.INVALID, f"expected a reservation, got {type(event).__name__}", self.decode)
+        return event.ticket
+
+    async def _hand_over(
+        self,
+        start: Start,
+        ticket: Ticket,
+        traceparent: str,
+        seconds_left: Callable[[], float],
+        another_prefill: Callable[["Attempt", set[str]], bool],
+    ) -> None:
+        """Finds a prefill worker that takes the prompt; the reservation is kept meanwhile."""
+        clock = asyncio.get_running_loop().time
+        until = clock() + self._config.reserve_timeout
+        refused: set[str] = set()
+        while True:
+            self.prefill.channel.prefill(self.attempt_id, start, ticket, self._config.prefill_timeout, traceparent)
+            try:
+                event = await self._next(max(until - clock(), 0.001), seconds_left)
+            except AttemptLostError as lost:
+                refused.add(self.prefill.worker_id)
+                may_go_on = not lost.is_failure and lost.worker == self.prefill.worker_id and clock() < until
+                if may_go_on and another_prefill(self, refused):
+                    continue
+                raise
+            if isinstance(event, Accepted):
+                self._is_accepted = True
+                return
+
+    async def _next(self, limit_s: float, seconds_left: Callable[[], float]) -> AttemptEvent:
+        """The next event that is not the attempt's end. TimeoutError is the request's deadline, not the attempt's."""
+        while True:
+            if self._mailbox.empty():
+                left = seconds_left()
+                try:
+                    event = await asyncio.wait_for(self._mailbox.get(), min(limit_s, left))
+                except TimeoutError:
+                    if left <= limit_s:
+                        raise
+                    raise self._timed_out(limit_s) from None
+            else:
+                event = self._mailbox.get_nowait()
+            self._raise_if_over(event)
+            if not self._is_moot(event):
+                return event
+
+    def _timed_out(self, limit_s: float) -> AttemptLostError:
+        silent = self.decode if self._has_first_token or not self.prefill else self.prefill
+        return self._lost(Reason.TIMEOUT, f"{silent.worker_id} said nothing for {limit_s:g} s", silent)
+
+    def _is_moot(self, event: AttemptEvent) -> bool:
+        """What a prefill worker says or suffers after its part is done; decode reports if the blocks did not arrive."""
+        return isinstance(event, (Ended, WorkerLost, Refused))
+
+    def _raise_if_over(self, event: AttemptEvent) -> None:
+        match event:
+            case Refused(worker=worker, reason=reason, message=message) if self._concerns_us(worker):
+                raise self._lost(reason, message, self._worker(worker))
+            case Ended(worker=worker, reason=reason, message=message) if self._concerns_us(worker):
+                raise self._lost(reason, message, self._worker(worker))
+            case WorkerLost(worker=worker, message=message) if self._concerns_us(worker):
+                is_decode = worker == self.decode.worker_id
+                was_running = self._decode_spoke if is_decode else self._is_accepted
+                raise AttemptLostError(
+                    "worker_lost",
+                    f"{worker}: {message}",
+                    is_failure=True,
+                    worker=worker,
+                    was_running_on=worker if was_running else "",
+                )
+            case _:
+                return
+
+    def _concerns_us(self, worker: str) -> bool:
+        """Decode always; prefill until it has handed over. A prefill worker that was replaced never."""
+        if worker == self.decode.worker_id:
+            return True
+        return worker == self.prefill.worker_id and not self._has_first_token
+
+    def _worker(self, worker_id: str) -> Worker:
+        return self.decode if worker_id == self.decode.worker_id else self.prefill
+
+    def _lost(self, reason: Reason, message: str, worker: Worker) -> AttemptLostError:
+        return AttemptLostError(
+            reason.value,
+            message,
+            is_failure=reason not in _NOT_A_FAILURE,
+            is_fatal=reason in _FATAL,
+            worker=worker.worker_id,
+        )
+
+    def _arrived(self, event: AttemptEvent) -> tuple[TokenArrived, ...]:
+        match event:
+            case FirstTokensArrived(tokens=tokens, num_cached_tokens=cached):
+                self._has_first_token = True
+                self.num_cached_tokens += cached
+                return tokens
+            case TokenArrived():
+                self._has_first_token = self._decode_spoke = True
+                return (event,)
+            case _:
+                return ()
+
+    def move_prefill(self, worker: Worker) -> None:
+        """Called by the dispatcher with room promised on `worker`; the one before refused."""
+        self.prefill.forget(self.attempt_id)
+        self.prefill = worker
+
+    def close(self, reason: str) -> None:
+        """Gives back what is left on both workers. Idempotent; never waits."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for worker, is_over in ((self.decode, self._decode_finished), (self.prefill, self._decode_spoke)):
+            if not is_over and not worker.is_lost:
+                with contextlib.suppress(RuntimeError):
+                    worker.channel.release(self.attempt_id, reason)
+            worker.forget(self.attempt_id)

@@ -1,0 +1,99 @@
+"""Late binding: grants the head of the queue a pair of workers as soon as one has room.
+
+Runs on the event loop, never waits: every change of load, membership or queue calls `kick`.
+"""
+
+import itertools
+import uuid
+
+from router.attempt import Attempt
+from router.config import RouterConfig
+from router.flow import RequestFlow
+from router.membership import Membership
+from router.metrics import RouterMetrics
+from router.queue import RequestQueue, Waiting
+from router.request import GenerationRequest
+from router.scheduler import Demand, Placement, blocks_for, can_prefill, place
+from router.worker import Role
+from splitserve.service.errors import Unavailable
+
+
+class ClusterDispatcher:
+    def __init__(self, config: RouterConfig, membership: Membership, metrics: RouterMetrics) -> None:
+        self._config = config
+        self._membership = membership
+        self._metrics = metrics
+        self._turn = 0
+        self._arrivals = itertools.count()
+        self.queue = RequestQueue(config.max_queue_requests, config.max_queue_tokens)
+        membership.on_change(self.kick)
+
+    def submit(self, request: GenerationRequest) -> RequestFlow:
+        """Admits the request and queues its first attempt; raises Overloaded or Unavailable at once."""
+        if not self._membership.is_ready:
+            raise Unavailable(self._membership.why_not_ready(), reason="NO_WORKERS", retry_after_s=1.0)
+        self.queue.check_room(len(request.prompt_ids))
+        return RequestFlow(request, self, self._config, self._metrics, next(self._arrivals))
+
+    @property
+    def is_ready(self) -> bool:
+        return self._membership.is_ready
+
+    def why_not_ready(self) -> str:
+        return self._membership.why_not_ready()
+
+    def enqueue(self, waiting: Waiting) -> None:
+        self.queue.add(waiting)
+        self.kick()
+
+    def withdraw(self, waiting: Waiting) -> None:
+        """The request no longer waits: out of the queue, or, if it was granted a pair just now, off it."""
+        self.queue.remove(waiting)
+        if waiting.attempt is not None:
+            self.close(waiting.attempt, "no longer wanted")
+
+    def close(self, attempt: Attempt, reason: str) -> None:
+        attempt.close(reason)
+        self.kick()
+
+    def kick(self) -> None:
+        """Grants pairs in order for as long as the head of the queue finds one."""
+        while (head := self.queue.head) is not None:
+            placement = self._place(head.demand)
+            if placement is None:
+                return
+            self.queue.remove(head)
+            head.grant(self._grant(head.demand, placement))
+
+    def _place(self, demand: Demand) -> Placement | None:
+        prefills = [worker.prefill_view() for worker in self._membership.candidates(Role.PREFILL)]
+        decodes = [worker.decode_view() for worker in self._membership.candidates(Role.DECODE)]
+        return place(demand, prefills, decodes, self._config.routing, self._turn)
+
+    def _grant(self, demand: Demand, placement: Placement) -> Attempt:
+        """Takes the room on both workers at once, so that the next placement sees it as taken."""
+        self._turn += 1
+        prefill = self._membership.get(placement.prefill)
+        decode = self._membership.get(placement.decode)
+        assert prefill is not None
+        assert decode is not None
+        # Random per attempt and made here: no client's id is ever a key.
+        attempt = Attempt(uuid.uuid4().hex, prefill, decode, self._config, self._metrics)
+        size = demand.num_tokens
+        prefill.promise(attempt.attempt_id, attempt, blocks_for(size, prefill.identity.block_size), size)
+        decode.promise(attempt.attempt_id, attempt, blocks_for(size + 1, decode.identity.block_size), size)
+        return attempt
+
+    def another_prefill(self, attempt: Attempt, num_tokens: int, refused: set[str]) -> bool:
+        """Moves an attempt whose prefill worker refused to another one that reaches the same decode worker."""
+        views = [w.prefill_view() for w in self._membership.candidates(Role.PREFILL) if w.worker_id not in refused]
+        decode = attempt.decode.worker_id
+        choices = [view for view in views if decode in view.reachable and can_prefill(view, num_tokens)]
+        if not choices:
+            return False
+        chosen = self._membership.get(min(choices, key=lambda view: view.waiting_tokens).worker)
+        assert chosen is not None
+        blocks = blocks_for(num_tokens, chosen.identity.block_size)
+        chosen.promise(attempt.attempt_id, attempt, blocks, num_tokens)
+        attempt.move_prefill(chosen)
+        return True

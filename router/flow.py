@@ -1,0 +1,213 @@
+"""One request's path: queued, attempted, and attempted again elsewhere until it is done or may no longer be tried.
+
+Everything that goes wrong after admission takes the same way: the attempt is lost, and the next one continues from the
+prompt and the outputs that the client already has. Runs in the task of the client's call.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Protocol
+
+import structlog
+
+from router.attempt import Attempt, AttemptLostError
+from router.config import RouterConfig
+from router.metrics import RouterMetrics, Stage
+from router.queue import Waiting
+from router.request import GenerationRequest, TokenEvent
+from router.scheduler import Demand
+from router.worker import Start, TokenArrived
+from splitserve.service.errors import DeadlineExceeded, Internal, Unavailable
+
+log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+
+# A worker that just refused is not asked again in the same breath.
+_REFUSAL_PAUSE_S = 0.05
+# A request that was running on this many workers when they died is taken for the cause.
+_MAX_DEATHS = 2
+
+
+class PairSource(Protocol):
+    """Where attempts come from; `dispatcher` is the one."""
+
+    @property
+    def is_ready(self) -> bool: ...
+
+    def why_not_ready(self) -> str: ...
+
+    def enqueue(self, waiting: Waiting) -> None: ...
+
+    def withdraw(self, waiting: Waiting) -> None: ...
+
+    def close(self, attempt: Attempt, reason: str) -> None: ...
+
+    def another_prefill(self, attempt: Attempt, num_tokens: int, refused: set[str]) -> bool: ...
+
+
+class RequestFlow:
+    """An admitted request: iterate it once, and close it however the iteration ended."""
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        pairs: PairSource,
+        config: RouterConfig,
+        metrics: RouterMetrics,
+        arrival: int,
+    ) -> None:
+        self.attempts = 0
+        self.cached_tokens = 0
+        self._request = request
+        self._pairs = pairs
+        self._config = config
+        self._metrics = metrics
+        self._arrival = arrival
+        loop = asyncio.get_running_loop()
+        self._clock: Callable[[], float] = loop.time
+        own_limit = loop.time() + config.request_timeout
+        self._deadline = own_limit if request.deadline is None else min(own_limit, request.deadline)
+        self._outputs: dict[int, list[int]] = {index: [] for index in range(request.sampling.n)}
+        self._failures = 0
+        self._deaths = 0
+        self._avoid: set[str] = set()
+        self._numerics = ""
+        self._next_reason = "first"
+        # Queued at once, so that the bound of the queue counts it from admission on.
+        self._waiting: Waiting | None = self._enqueue(self._start(tuple(self._outputs)))
+        self._attempt: Attempt | None = None
+        self._tokens = self._run()
+
+    def __aiter__(self) -> AsyncIterator[TokenEvent]:
+        return self._tokens
+
+    async def aclose(self) -> None:
+        """Releases the workers at any stage; idempotent."""
+        self._let_go("the client is gone")
+        await self._tokens.aclose()
+
+    # The sequence of attempts
+
+    async def _run(self) -> AsyncGenerator[TokenEvent, None]:
+        # The first attempt serves all samples; a later one exactly one, because samples fail apart from each other.
+        groups: list[tuple[int, ...]] = [tuple(self._outputs)]
+        try:
+            while groups:
+                group = groups.pop(0)
+                unfinished = set(group)
+                try:
+                    async with aclosing(self._attempt_once(group)) as tokens:
+                        async for token in tokens:
+                            self._outputs[token.sample].append(token.token_id)
+                            if token.finish_reason is not None:
+                                unfinished.discard(token.sample)
+                            yield TokenEvent(token.sample, token.position, token.token_id, token.finish_reason)
+                except AttemptLostError as lost:
+                    await self._judge(lost)
+                    groups.extend((sample,) for sample in sorted(unfinished))
+        except TimeoutError:
+            raise DeadlineExceeded("the request's deadline passed") from None
+        finally:
+            self._let_go("the request has ended")
+
+    async def _attempt_once(self, samples: tuple[int, ...]) -> AsyncGenerator[TokenArrived, None]:
+        start = self._start(samples)
+        waiting, self._waiting = self._waiting, None
+        attempt = self._attempt = await self._granted(waiting or self._enqueue(start))
+        self.attempts += 1
+        self._metrics.count_attempt(self._next_reason)
+        self._numerics = self._numerics or attempt.decode.identity.numerics
+
+        def another_prefill(moving: Attempt, refused: set[str]) -> bool:
+            return self._pairs.another_prefill(moving, start.num_tokens, refused)
+
+        running = attempt.tokens(start, self._request.traceparent, self._seconds_left, another_prefill)
+        try:
+            async with aclosing(running) as tokens:
+                async for token in tokens:
+                    yield token
+        finally:
+            self.cached_tokens += attempt.num_cached_tokens if self.attempts == 1 else 0
+            self._let_go("the attempt has ended")
+
+    async def _granted(self, waiting: Waiting) -> Attempt:
+        """Waits in the queue. A re-attempt waits `failover_timeout`; so does a new one when no pair of workers is left."""
+        began = self._clock()
+        self._waiting = waiting
+        while True:
+            limit = min(self._config.failover_timeout, self._seconds_left())
+            try:
+                attempt = await asyncio.wait_for(asyncio.shield(waiting.granted), limit)
+                break
+            except TimeoutError:
+                if self._seconds_left() <= 0:
+                    raise
+                if waiting.is_retry or not self._pairs.is_ready:
+                    why = "no pair of workers has room" if self._pairs.is_ready else self._pairs.why_not_ready()
+                    raise Unavailable(
+                        f"interrupted by {self._next_reason}, and {why}" if waiting.is_retry else why,
+                        reason="NO_WORKERS",
+                        retry_after_s=1.0,
+                    ) from None
+        self._waiting = None
+        self._metrics.observe_stage(Stage.QUEUE, self._clock() - began)
+        return attempt
+
+    async def _judge(self, lost: AttemptLostError) -> None:
+        """Decides whether the request may be tried again; raises the client's error when not."""
+        log.warning(
+            "attempt lost",
+            request=self._request.request_id,
+            attempt=self.attempts,
+            reason=lost.reason,
+            detail=lost.message,
+            outputs=sum(map(len, self._outputs.values())),
+        )
+        self._next_reason = lost.reason
+        if lost.is_fatal:
+            raise Internal(f"{lost.reason}: {lost.message}")
+        if lost.was_running_on:
+            self._deaths += 1
+            if self._deaths >= _MAX_DEATHS:
+                raise Internal(f"{self._deaths} workers died while they ran this request", reason="WORKERS_DIED")
+        if lost.is_failure:
+            self._avoid.add(lost.worker)
+            self._failures += 1
+            if self._failures >= self._config.max_attempts:
+                raise Unavailable(
+                    f"{self._failures} attempts failed, the last one by {lost}",
+                    reason="ATTEMPTS_EXHAUSTED",
+                    retry_after_s=1.0,
+                )
+        else:
+            await asyncio.sleep(_REFUSAL_PAUSE_S)
+
+    # Pieces
+
+    def _start(self, samples: tuple[int, ...]) -> Start:
+        return Start(
+            prompt_ids=self._request.prompt_ids,
+            outputs={sample: tuple(self._outputs[sample]) for sample in samples},
+            sampling=self._request.sampling,
+        )
+
+    def _enqueue(self, start: Start) -> Waiting:
+        waiting = Waiting(
+            demand=Demand(start.num_tokens, frozenset(self._avoid), self._numerics),
+            is_retry=self.attempts > 0,
+            priority=self._request.priority,
+            arrival=self._arrival,
+        )
+        self._pairs.enqueue(waiting)
+        return waiting
+
+    def _seconds_left(self) -> float:
+        return max(self._deadline - self._clock(), 0.0)
+
+    def _let_go(self, reason: str) -> None:
+        if self._waiting is not None:
+            self._pairs.withdraw(self._waiting)
+            self._waiting = None
+        if self._attempt is not None:
+            self._pairs.close(self._attempt, reason)
+            self._attempt = None

@@ -1,0 +1,181 @@
+"""Who has joined this router: the sessions, their liveness, and what the cluster as a whole can do.
+
+State of the event loop's thread. `join` adds sessions and feeds them; `flow` reads them through this class alone.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import structlog
+
+from router.config import RouterConfig
+from router.request import ClusterLimits
+from router.scheduler import max_prompt_tokens
+from router.worker import Identity, Role, Worker
+from splitserve.service.errors import InvalidRequest
+
+log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+
+_SWEEP_INTERVAL_S = 0.2
+
+
+class Membership:
+    def __init__(self, config: RouterConfig, model: str, revision: str) -> None:
+        self._config = config
+        self._model = model
+        self._revision = revision
+        self._workers: dict[str, Worker] = {}
+        self._listeners: list[Callable[[], None]] = []
+
+    # Changes
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """`listener` is called after anything that could let a waiting request go, or change readiness."""
+        self._listeners.append(listener)
+
+    def changed(self) -> None:
+        for listener in self._listeners:
+            listener()
+
+    def check(self, identity: Identity) -> None:
+        """Raises InvalidRequest when the worker serves something else than this router."""
+        for field, theirs, ours in (
+            ("model", identity.model, self._model),
+            ("revision", identity.revision, self._revision),
+        ):
+            if theirs != ours:
+                raise InvalidRequest(f"{field}: this router serves {ours!r}, the worker {theirs!r}", field=field)
+
+    def add(self, worker: Worker) -> None:
+        """A new session of a known worker first ends the old one's attempts."""
+        predecessor = self._workers.get(worker.worker_id)
+        if predecessor is not None:
+            self.remove(predecessor, "the worker joined again")
+        self._workers[worker.worker_id] = worker
+        log.info("worker joined", worker=worker.worker_id, kind=worker.role, session=worker.session)
+        self.changed()
+
+    def remove(self, worker: Worker, reason: str) -> None:
+        """Any end of a session, clean or not: its attempts end. Idempotent."""
+        if self._workers.get(worker.worker_id) is worker:
+            del self._workers[worker.worker_id]
+            for other in self._workers.values():
+                other.links.pop(worker.worker_id, None)
+            log.warning("worker left", worker=worker.worker_id, reason=reason, attempts=len(worker.attempts))
+        worker.lose(reason)
+        self.changed()
+
+    async def watch(self) -> None:
+        """Takes a worker for dead that is silent, or whose step does not end. Runs until cancelled."""
+        while True:
+            for worker in list(self._workers.values()):
+                if worker.silence_s() > self._config.heartbeat_timeout:
+                    self.remove(worker, f"silent for {worker.silence_s():.1f} s")
+                elif worker.load.step_age_s > self._config.stall_timeout:
+                    self.remove(worker, f"its step has been running for {worker.load.step_age_s:.1f} s")
+            await asyncio.sleep(_SWEEP_INTERVAL_S)
+
+    # Views
+
+    def get(self, worker_id: str) -> Worker | None:
+        return self._workers.get(worker_id)
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(list(self._workers.values()))
+
+    def of_role(self, role: Role) -> list[Worker]:
+        return [worker for worker in self._workers.values() if worker.role is role]
+
+    def candidates(self, role: Role) -> list[Worker]:
+        """Workers that may get new work: heard of lately."""
+        return [w for w in self.of_role(role) if w.silence_s() <= self._config.suspect_timeout]
+
+    @property
+    def is_ready(self) -> bool:
+        """At least one prefill worker has a verified link to a decode worker that is here."""
+        return any(self._has_link(worker) for worker in self.of_role(Role.PREFILL))
+
+    def _has_link(self, worker: Worker) -> bool:
+        """Whether blocks can flow between this worker and some other that is here."""
+        if worker.role is Role.PREFILL:
+            return any(link.reachable and peer in self._workers for peer, link in worker.links.items())
+        sources = [source.links.get(worker.worker_id) for source in self.of_role(Role.PREFILL)]
+        return any(link is not None and link.reachable for link in sources)
+
+    def why_not_ready(self) -> str:
+        missing = [role.value for role in Role if not self.of_role(role)]
+        if missing:
+            return f"no {' and no '.join(missing)} worker has joined"
+        failures = sorted({link.detail for w in self for link in w.links.values() if not link.reachable})
+        return "no pair of workers can exchange KV blocks" + (f": {'; '.join(failures)}" if failures else " yet")
+
+    def limits(self) -> ClusterLimits:
+        def roomiest(role: Role) -> int:
+            capacities = [worker.identity for worker in self.of_role(role)]
+            return max((max_prompt_tokens(c.num_blocks, c.block_size, c.max_model_len) for c in capacities), default=0)
+
+        return ClusterLimits(
+            ready=self.is_ready,
+            max_prompt_tokens_prefill=roomiest(Role.PREFILL),
+            max_prompt_tokens_decode=roomiest(Role.DECODE),
+            max_model_len=max((worker.identity.max_model_len for worker in self), default=0),
+        )
+
+    def kv_cache_usage(self) -> float:
+        total = sum(worker.identity.num_blocks for worker in self)
+        free = sum(worker.load.blocks_free for worker in self)
+        return 1 - free / total if total else 0.0
+
+    def num_running(self) -> int:
+        return sum(len(worker.attempts) for worker in self.of_role(Role.DECODE))
+
+    def state_of(self, worker: Worker) -> str:
+        if self._has_link(worker):
+            return "ready"
+        opposite = Role.DECODE if worker.role is Role.PREFILL else Role.PREFILL
+        return "unreachable" if self.of_role(opposite) and self._was_tried(worker) else "starting"
+
+    def _was_tried(self, worker: Worker) -> bool:
+        return bool(worker.links) or any(worker.worker_id in source.links for source in self)
+
+    def describe(self) -> dict[str, Any]:
+        """The cluster as `/cluster` shows it, without the queue."""
+        workers = [self._describe_worker(worker) for worker in self]
+        kinds = ("total", "free", "cached", "in_use", "reserved")
+        return {
+            "model": self._model,
+            "revision": self._revision,
+            "ready": self.is_ready,
+            "pool": {kind: sum(worker["blocks"][kind] for worker in workers) for kind in kinds},
+            "workers": workers,
+        }
+
+    def _describe_worker(self, worker: Worker) -> dict[str, Any]:
+        identity, load = worker.identity, worker.load
+        return {
+            "id": identity.worker_id,
+            "role": identity.role.value,
+            "pid": identity.pid,
+            "host": identity.host_id,
+            "state": self.state_of(worker),
+            "device": identity.device,
+            "transport": identity.transport,
+            "blocks": {
+                "total": identity.num_blocks,
+                "free": load.blocks_free,
+                "cached": load.blocks_cached,
+                "in_use": load.blocks_in_use,
+                "reserved": load.blocks_reserved,
+            },
+            "running": load.num_running,
+            "waiting": load.num_waiting,
+            "attempts": len(worker.attempts),
+            "steps": load.engine_steps,
+            "kv_bytes_sent": load.kv_bytes_sent,
+            "kv_bytes_received": load.kv_bytes_received,
+            "links": {
+                peer: {"reachable": link.reachable, "detail": link.detail} for peer, link in worker.links.items()
+            },
+            "recompute_exact": identity.recompute_exact,
+        }

@@ -1,0 +1,78 @@
+"""The one long queue of the cluster: bounded, ordered, and where a dead client or a deadline is acted on.
+
+Re-attempts go before new work, then higher priority, then earlier arrival. State of the event loop's thread.
+"""
+
+import asyncio
+import bisect
+from dataclasses import dataclass, field
+
+from router.attempt import Attempt
+from router.scheduler import Demand
+from splitserve.service.errors import Overloaded
+
+
+@dataclass(eq=False)
+class Waiting:
+    """One attempt that waits for its pair. `granted` resolves to it; `attempt` is set in the same moment."""
+
+    demand: Demand
+    is_retry: bool
+    priority: int
+    arrival: int
+    granted: "asyncio.Future[Attempt]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    attempt: Attempt | None = None
+
+    @property
+    def rank(self) -> tuple[bool, int, int]:
+        return (not self.is_retry, -self.priority, self.arrival)
+
+    def grant(self, attempt: Attempt) -> None:
+        self.attempt = attempt
+        if not self.granted.done():
+            self.granted.set_result(attempt)
+
+
+class RequestQueue:
+    def __init__(self, max_requests: int, max_tokens: int) -> None:
+        self._max_requests = max_requests
+        self._max_tokens = max_tokens
+        self._waiting: list[Waiting] = []
+        self._num_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_tokens
+
+    @property
+    def head(self) -> Waiting | None:
+        return self._waiting[0] if self._waiting else None
+
+    def check_room(self, num_tokens: int) -> None:
+        """Raises Overloaded, with the true numbers, when a new request may not wait here."""
+        if len(self._waiting) >= self._max_requests:
+            raise Overloaded(
+                f"{len(self._waiting)} requests are waiting, the limit is {self._max_requests}",
+                reason="QUEUE_FULL",
+                retry_after_s=1.0,
+            )
+        if self._waiting and self._num_tokens + num_tokens > self._max_tokens:
+            raise Overloaded(
+                f"{self._num_tokens} prompt tokens are waiting, {num_tokens} more would pass the limit of {self._max_tokens}",
+                reason="QUEUE_FULL",
+                retry_after_s=1.0,
+            )
+
+    def add(self, waiting: Waiting) -> None:
+        """A re-attempt is never refused: it was admitted once."""
+        bisect.insort(self._waiting, waiting, key=lambda entry: entry.rank)
+        self._num_tokens += waiting.demand.num_tokens
+
+    def remove(self, waiting: Waiting) -> None:
+        """Idempotent."""
+        if waiting in self._waiting:
+            self._waiting.remove(waiting)
+            self._num_tokens -= waiting.demand.num_tokens

@@ -1,0 +1,261 @@
+"""One joined worker as the router sees it: what it is, what it last said, and the attempts that wait for its words.
+
+A session of one `Join` stream, made by `join` and owned by `membership`; never revived after `lose`. Holds plain data
+only: commands leave through a `CommandChannel`, events arrive already translated.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from kvtransfer.ticket import Ticket
+from router.request import FinishReason, Sampling
+from router.scheduler import DecodeView, PrefillView
+
+
+class Role(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Reason(StrEnum):
+    """Why a worker refused or ended an attempt."""
+
+    NO_ROOM = "no_room"
+    DRAINING = "draining"
+    UNREACHABLE_PEER = "unreachable_peer"
+    TOO_LARGE = "too_large"
+    INVALID = "invalid"
+    TRANSFER_FAILED = "transfer_failed"
+    TIMEOUT = "timeout"
+    PREEMPTED = "preempted"
+    INTERNAL = "internal"
+    RELEASED = "released"
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What an attempt continues from: prompt and outputs apart, because limits count outputs only."""
+
+    prompt_ids: tuple[int, ...]
+    outputs: Mapping[int, tuple[int, ...]]
+    sampling: Sampling
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the longest sample."""
+        return len(self.prompt_ids) + max(len(output) for output in self.outputs.values())
+
+
+# What workers say about an attempt.
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    worker: str
+    reason: Reason
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenArrived:
+    worker: str
+    sample: int
+    position: int
+    token_id: int
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokensArrived:
+    tokens: tuple[TokenArrived, ...]
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    worker: str
+    reason: Reason
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    worker: str
+    message: str
+
+
+AttemptEvent = Reserved | Accepted | Refused | FirstTokensArrived | TokenArrived | Ended | WorkerLost
+
+
+class Mailbox(Protocol):
+    """Where an attempt's events go; never blocks."""
+
+    def deliver(self, event: AttemptEvent) -> None: ...
+
+
+class CommandChannel(Protocol):
+    """The way down to the worker; sending never blocks and never fails: a dead stream shows as a lost worker."""
+
+    def reserve(self, attempt_id: str, start: Start, timeout_s: float, traceparent: str) -> None: ...
+
+    def prefill(self, attempt_id: str, start: Start, ticket: Ticket, timeout_s: float, traceparent: str) -> None: ...
+
+    def release(self, attempt_id: str, reason: str) -> None: ...
+
+    def close(self, reason: str) -> None:
+        """Ends the stream."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Who a worker says it is; fixed for the session."""
+
+    worker_id: str
+    role: Role
+    model: str
+    revision: str
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    host_id: str
+    pid: int
+    device: str
+    transport: str
+    numerics: str
+    recompute_exact: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """The worker's last word on its load; a hint, its answers decide."""
+
+    engine_steps: int = 0
+    step_age_s: float = 0.0
+    blocks_free: int = 0
+    blocks_cached: int = 0
+    blocks_in_use: int = 0
+    blocks_reserved: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    waiting_tokens: int = 0
+    kv_bytes_sent: int = 0
+    kv_bytes_received: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """Room given to an attempt that the worker's reports do not show yet."""
+
+    num_blocks: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    reachable: bool
+    detail: str
+
+
+@dataclass(eq=False)
+class Worker:
+    """One session. `last_heard` is the event loop's time of the last message."""
+
+    identity: Identity
+    session: int
+    channel: CommandChannel
+    last_heard: float
+    load: LoadReport
+    links: dict[str, Link] = field(default_factory=dict)
+    attempts: dict[str, Mailbox] = field(default_factory=dict)
+    promises: dict[str, Promise] = field(default_factory=dict)
+    is_lost: bool = False
+
+    @property
+    def worker_id(self) -> str:
+        return self.identity.worker_id
+
+    @property
+    def role(self) -> Role:
+        return self.identity.role
+
+    # Room
+
+    def promise(self, attempt_id: str, mailbox: Mailbox, num_blocks: int, num_tokens: int) -> None:
+        """Counts an attempt in before the worker hears of it, so that the next placement sees the room as taken."""
+        self.attempts[attempt_id] = mailbox
+        self.promises[attempt_id] = Promise(num_blocks, num_tokens)
+
+    def forget(self, attempt_id: str) -> None:
+        self.attempts.pop(attempt_id, None)
+        self.promises.pop(attempt_id, None)
+
+    def hear(self, attempt_id: str, event: AttemptEvent) -> bool:
+        """Passes the event to its attempt; False when the attempt is not (or no longer) here.
+
+        A worker reports its load before it answers, so the room of an answered attempt shows there from now on.
+        """
+        self.promises.pop(attempt_id, None)
+        mailbox = self.attempts.get(attempt_id)
+        if mailbox is None:
+            return False
+        mailbox.deliver(event)
+        return True
+
+    def lose(self, message: str) -> None:
+        """The worker is gone: every attempt that this router has on it learns so. Idempotent."""
+        if self.is_lost:
+            return
+        self.is_lost = True
+        for mailbox in list(self.attempts.values()):
+            mailbox.deliver(WorkerLost(self.worker_id, message))
+        self.attempts.clear()
+        self.promises.clear()
+        self.channel.close(message)
+
+    # Views for the scheduler
+
+    def _available_blocks(self) -> int:
+        promised = sum(promise.num_blocks for promise in self.promises.values())
+        return self.load.blocks_free + self.load.blocks_cached - promised
+
+    def decode_view(self) -> DecodeView:
+        return DecodeView(
+            worker=self.worker_id,
+            available_blocks=self._available_blocks(),
+            total_blocks=self.identity.num_blocks,
+            block_size=self.identity.block_size,
+            free_seqs=self.identity.max_num_seqs - self.load.num_running - self.load.num_waiting - len(self.promises),
+            max_model_len=self.identity.max_model_len,
+            numerics=self.identity.numerics,
+        )
+
+    def prefill_view(self) -> PrefillView:
+        return PrefillView(
+            worker=self.worker_id,
+            available_blocks=self._available_blocks(),
+            total_blocks=self.identity.num_blocks,
+            block_size=self.identity.block_size,
+            waiting_tokens=self.load.waiting_tokens + sum(p.num_tokens for p in self.promises.values()),
+            # One step under way and one to go on with: more would wait here where no dead client is noticed.
+            max_waiting_tokens=2 * self.identity.max_num_batched_tokens,
+            max_model_len=self.identity.max_model_len,
+            reachable=frozenset(peer for peer, link in self.links.items() if link.reachable),
+        )
+
+    def silence_s(self) -> float:
+        return asyncio.get_running_loop().time() - self.last_heard

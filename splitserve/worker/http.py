@@ -1,0 +1,75 @@
+"""A worker's HTTP port: is it alive, has it joined, what does it measure. Served by the front."""
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI, Response
+from fastapi.responses import JSONResponse
+
+from splitserve.service.http_server import serve_http
+from splitserve.service.metrics import CONTENT_TYPE, WorkerMetrics, new_registry, render
+from splitserve.worker import messages
+
+
+class WorkerHttp:
+    """`routers` names the routers that this worker has joined; it is ready while there is one."""
+
+    def __init__(self, ready: messages.Ready, routers: Callable[[], Sequence[str]]) -> None:
+        self._ready = ready
+        self._routers = routers
+        self._registry = new_registry()
+        self._metrics = WorkerMetrics(self._registry, ready.fingerprint.model)
+
+    @asynccontextmanager
+    async def serving(self, bind: str, port: int) -> AsyncIterator[int]:
+        """Serves for as long as the body runs; gives the bound port. OSError if the address cannot be bound."""
+        server = await serve_http(self._app(), bind, port)
+        try:
+            yield server.port
+        finally:
+            await server.stop()
+
+    def _app(self) -> FastAPI:
+        app = FastAPI(title="splitserve worker", docs_url=None, redoc_url=None, openapi_url=None)
+
+        @app.get("/health/live")
+        async def live() -> dict[str, str]:
+            return {"status": "live"}
+
+        @app.get("/health/ready")
+        async def ready() -> JSONResponse:
+            routers = list(self._routers())
+            status = "ready" if routers else "no router has been joined"
+            return JSONResponse({"status": status, "routers": routers}, status_code=200 if routers else 503)
+
+        @app.get("/metrics")
+        async def metrics() -> Response:
+            return Response(render(self._registry), headers={"content-type": CONTENT_TYPE})
+
+        return app
+
+    # What the front hears
+
+    def set_load(self, load: messages.Load) -> None:
+        self._metrics.set_load(
+            running=load.num_running,
+            waiting=load.num_waiting,
+            blocks_taken=load.blocks_in_use + load.blocks_reserved,
+            blocks_total=self._ready.num_blocks,
+        )
+
+    def count_transfer(self, report: messages.TransferReport) -> None:
+        transport = self._ready.transport
+        if report.reason:
+            self._metrics.count_transfer_failure(transport=transport, side=report.side, reason=report.reason)
+        else:
+            self._metrics.count_transfer(
+                transport=transport, side=report.side, num_bytes=report.num_bytes, seconds=report.seconds
+            )
+
+    def count_tokens(self, report: messages.FirstTokens | messages.StepTokens) -> None:
+        if isinstance(report, messages.FirstTokens):
+            self._metrics.count_prompt_tokens(report.num_computed_tokens)
+            self._metrics.count_generation_tokens(len(report.tokens))
+        else:
+            self._metrics.count_generation_tokens(len(report.tokens))
