@@ -1,7 +1,7 @@
 """One attempt's path through a decode worker: reserved → blocks arrived → running → ended.
 
-Runs on the engine thread and owns sequences and the allocator. While a transfer is open its blocks belong to the KV thread:
-this side neither reads nor frees them, and takes them back only with the transfer's terminal event.
+Runs on the engine thread and owns sequences and the allocator. While a transfer is open its blocks belong to the KV
+thread: this side neither reads nor frees them, and takes them back only with the transfer's terminal event.
 """
 
 import enum
@@ -259,7 +259,7 @@ class DecodeEngine:
         return [self._sequences[key] for key in plan.run]
 
     def _take_tokens(self, drawn: list[tuple[Sequence, messages.Token]]) -> None:
-        """Appends each token to its sequence and tells every router its own in one message; the finished leave at once."""
+        """Appends each token to its sequence; every router gets its own in one message, and the finished leave."""
         by_session: dict[int, list[messages.Token]] = defaultdict(list)
         for sequence, token in drawn:
             sequence.token_ids.append(token.token_id)

@@ -1,8 +1,8 @@
 """One attempt's path through a prefill worker: admitted → computed in chunks → first token → blocks acknowledged.
 
-Runs on the engine thread and owns the attempts and the allocator. An attempt's blocks are in use from admission until its
-transfer has ended one way or the other, because until then the KV thread may still read them. Every path out of here,
-refusal apart, therefore leads through the transfer's terminal event.
+Runs on the engine thread and owns the attempts and the allocator. An attempt's blocks are in use from admission until
+its transfer has ended one way or the other, because until then the KV thread may still read them. Every path out of
+here, refusal apart, therefore leads through the transfer's terminal event.
 """
 
 import time
@@ -28,7 +28,7 @@ log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 @dataclass(slots=True)
 class PrefillAttempt:
-    """A prompt being computed or sent. `num_computed` tokens have their KV in `blocks`, `num_sent` blocks are on their way."""
+    """A prompt being computed or sent: `num_computed` tokens are in `blocks`, `num_sent` blocks are on their way."""
 
     attempt: str
     session: int

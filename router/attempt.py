@@ -1,7 +1,7 @@
-"""One attempt: one pair of workers carrying a request from reservation to its last token, or until something goes wrong.
+"""One attempt: a pair of workers carrying a request from reservation to its last token, or until something fails.
 
-A request is a sequence of attempts (`flow`). An attempt owns its place on two workers from the moment it is granted until
-`close`, which gives back whatever is left on either, at any stage.
+A request is a sequence of attempts (`flow`). An attempt owns its place on two workers from the moment it is granted
+until `close`, which gives back whatever is left on either, at any stage.
 """
 
 import asyncio
@@ -100,7 +100,8 @@ class Attempt:
         """Runs the attempt; each position once and in order, until every sample has finished.
 
         Raises AttemptLostError when the attempt is over early, TimeoutError when `seconds_left` (the request's own
-        deadline) ran out. `another_prefill` moves the attempt to a prefill worker outside the given set, if one has room.
+        deadline) ran out. `another_prefill` moves the attempt to a prefill worker outside the given set, if one has
+        room.
         """
         ticket = await self._reserve(start, traceparent, seconds_left)
         await self._hand_over(start, ticket, traceparent, seconds_left, another_prefill)

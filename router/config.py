@@ -37,7 +37,7 @@ class RouterConfig:
     failover_timeout: Duration = 30.0
     "How long an interrupted request waits for another pair of workers."
     reserve_timeout: Duration = 5.0
-    "How long a decode worker may take to answer, and how long its reservation is kept while a prefill worker is sought."
+    "A decode worker's time to answer, and how long its reservation is kept while a prefill worker is sought."
     prefill_timeout: Duration = 120.0
     "From handing a prompt to a prefill worker to its first token."
     token_timeout: Duration = 30.0

@@ -131,7 +131,7 @@ class RequestFlow:
             self._let_go("the attempt has ended")
 
     async def _granted(self, waiting: Waiting) -> Attempt:
-        """Waits in the queue. A re-attempt waits `failover_timeout`; so does a new one when no pair of workers is left."""
+        """Waits in the queue: a re-attempt for `failover_timeout`, and so does a new one when no pair is left."""
         began = self._clock()
         self._waiting = waiting
         while True:

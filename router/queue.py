@@ -61,7 +61,7 @@ class RequestQueue:
             )
         if self._waiting and self._num_tokens + num_tokens > self._max_tokens:
             raise Overloaded(
-                f"{self._num_tokens} prompt tokens are waiting, {num_tokens} more would pass the limit of {self._max_tokens}",
+                f"{self._num_tokens} prompt tokens are waiting: {num_tokens} more would pass {self._max_tokens}",
                 reason="QUEUE_FULL",
                 retry_after_s=1.0,
             )

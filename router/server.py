@@ -73,10 +73,11 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         try:
             async with scope:
                 outcome = await self._serve(request, context, deadline, record)
+        except _ClientGoneError:
+            record.end(_outcome_of_leaving(deadline))
         except asyncio.CancelledError:
             if _is_being_cancelled():
-                is_late = deadline is not None and _now() > deadline - _DEADLINE_SLACK_S
-                record.end(Outcome.DEADLINE if is_late else Outcome.CANCELLED)
+                record.end(_outcome_of_leaving(deadline))
                 raise
             # Something inside was cancelled, not this call: without a status the client would wait for ever.
             await _fail(context, record, Unavailable("the request was ended inside the router"))
@@ -154,19 +155,29 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             output = outputs[event.sample]
             delta = output.take(event)
             chunk = pb.GenerateChunk(text=delta.text, token_ids=[delta.token_id])
-            await context.write(
-                pb.GenerateResponse(chunk=chunk, request_id=request.request_id, index=event.sample),
-            )
+            await _write(context, pb.GenerateResponse(chunk=chunk, request_id=request.request_id, index=event.sample))
             if delta.finish is None:
                 continue
             complete = _complete(delta.finish, request, output.num_tokens, generation)
-            await context.write(
-                pb.GenerateResponse(complete=complete, request_id=request.request_id, index=event.sample)
+            await _write(
+                context, pb.GenerateResponse(complete=complete, request_id=request.request_id, index=event.sample)
             )
             unfinished.remove(event.sample)
             if not unfinished:
                 return delta.finish
         raise Internal("the output ended without a finish reason")
+
+
+class _ClientGoneError(Exception):
+    """Nobody is left to tell anything."""
+
+
+async def _write(context: Context, response: pb.GenerateResponse) -> None:
+    try:
+        await context.write(response)
+    except grpc.aio.InternalError as error:
+        # A write under way when the client leaves fails like this, a moment before gRPC cancels the task.
+        raise _ClientGoneError from error
 
 
 def _complete(
@@ -213,6 +224,11 @@ async def _answer(context: Context, answer: Awaitable[Answer]) -> Answer:
         return await answer
     except SplitserveError as error:
         await context.abort_with_status(to_status(error))
+
+
+def _outcome_of_leaving(deadline: float | None) -> Outcome:
+    is_late = deadline is not None and _now() > deadline - _DEADLINE_SLACK_S
+    return Outcome.DEADLINE if is_late else Outcome.CANCELLED
 
 
 def _is_being_cancelled() -> bool:

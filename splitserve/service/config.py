@@ -77,7 +77,8 @@ def new_app(name: str, help_text: str) -> App:
 
 
 def run_process(name: str, help_text: str, config_type: type[C], main: Callable[[C], int]) -> None:
-    """Parses `config_type` from the command line and the environment, runs `main`, and ends the process with its result."""
+    """Parses `config_type` from the command line and the environment, runs `main`, and ends the process with its
+    result."""
     app = new_app(name, help_text)
 
     def command(config: Any = None) -> int:

@@ -1,7 +1,8 @@
-"""The step clock: a few words of shared memory in which the engine thread leaves signs of life and the front reads them.
+"""The step clock: a few words of shared memory in which the engine thread leaves signs of life and the front reads
+them.
 
-Messages would not do: an engine that is stuck in a step, stopped, or swapped out sends none, and telling these apart from
-an idle one is the point.
+Messages would not do: an engine that is stuck in a step, stopped, or swapped out sends none, and telling these apart
+from an idle one is the point.
 """
 
 import mmap

@@ -1,8 +1,8 @@
 """The engine process of a worker: turns commands and KV events into steps.
 
 Threads: the engine thread (the loop below, the only one that touches model, allocator and attempts), one reader of the
-front's socket, and the KV thread inside `KVAgent`. They meet in one inbox. The front starts this process with two inherited
-descriptors and takes its exit for the worker's death.
+front's socket, and the KV thread inside `KVAgent`. They meet in one inbox. The front starts this process with two
+inherited descriptors and takes its exit for the worker's death.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """The front process of a worker: joins routers, answers health and metrics, and watches its engine process.
 
-One event loop and no torch, so that heartbeats never wait for a step. The engine's reports go up to the router that each
-belongs to; the routers' commands go down. When the engine ends or stands still, the front ends too: every `Join` stream
-closes, which is how routers learn of a death.
+One event loop and no torch, so that heartbeats never wait for a step. The engine's reports go up to the router that
+each belongs to; the routers' commands go down. When the engine ends or stands still, the front ends too: every `Join`
+stream closes, which is how routers learn of a death.
 """
 
 import asyncio

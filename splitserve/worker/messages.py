@@ -61,7 +61,8 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class Token(msgspec.Struct, frozen=True):
-    """One generated token; `position` counts the sample's outputs over all attempts, `finish_reason` is "" while it runs."""
+    """One generated token; `position` counts the sample's outputs over all attempts, `finish_reason` is "" while it
+    runs."""
 
     sample: int
     position: int
