@@ -1,6 +1,7 @@
 """Entry point of the `splitserve` command: knows the commands' names, and turns what ended one into an exit status.
 
-Exit status: 0 done, 1 refused or failed (the reason is on stderr), 130 interrupted, 141 nobody reads the output.
+Exit status: 0 done, 1 refused or failed (the reason is on stderr), 2 a bad flag, 130 interrupted, 141 nobody reads the
+output.
 """
 
 import os

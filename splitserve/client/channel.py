@@ -31,10 +31,8 @@ def channel_options(target: str) -> list[tuple[str, int]]:
 
 def is_loopback(target: str) -> bool:
     """Whether a gRPC target or a URL names this machine's loopback."""
-    host = urlsplit(target if "//" in target else f"//{target}").hostname or ""
-    if host == "localhost":
-        return True
     try:
-        return ipaddress.ip_address(host).is_loopback
+        host = urlsplit(target if "//" in target else f"//{target}").hostname or ""
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False

@@ -130,6 +130,16 @@ def test_process_that_ignores_sigterm_kept_the_cluster_from_ending(start: Callab
     assert [pid for pid in up.pids() if is_alive(pid)] == []
 
 
+def test_second_interrupt_was_ignored(start: Callable[..., Up]) -> None:
+    up = start(env={"FAKE_PREFILL": "stubborn", "FAKE_GRACE": "600"})
+    up.wait_for("prefill is up")
+    up.process.send_signal(signal.SIGINT)
+    up.wait_for("stopping")
+    up.process.send_signal(signal.SIGINT)
+    assert up.end() == 0
+    assert [pid for pid in up.pids() if is_alive(pid)] == []
+
+
 def test_killed_supervisor_left_orphans(start: Callable[..., Up]) -> None:
     up = start()
     up.wait_for("The cluster is ready")
@@ -223,7 +233,7 @@ def test_closed_output_blocked_the_cluster(start: Callable[..., Up], tmp_path: P
     assert eventually(lambda: len(up.pids()) == 3)
     os.close(reader)
     os.kill(next(iter(up.starts("decode"))), signal.SIGKILL)  # makes the supervisor write
-    up.end()
+    assert up.end() == 0
     assert [pid for pid in up.pids() if is_alive(pid)] == []
 
 

@@ -1,6 +1,7 @@
 """A router that answers from a script: a real gRPC server in this process, without any worker behind it.
 
-A prompt's text chooses the behaviour (`SCRIPTS`); everything that a test may want to ask about afterwards is recorded.
+A prompt's text, or the last turn of a chat, chooses the behaviour (`SCRIPTS`); everything that a test may want to ask
+about afterwards is recorded.
 """
 
 import asyncio
@@ -68,7 +69,8 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer):
         self.requests.append(request)
         self.remaining_s.append(context.time_remaining())
         self.metadata.append({key: value for key, value in context.invocation_metadata() if isinstance(value, str)})
-        script = SCRIPTS.get(request.text, _normal)
+        asked = request.chat.messages[-1].content if request.chat.messages else request.text
+        script = SCRIPTS.get(asked, _normal)
         try:
             async for response in script(self):
                 yield response

@@ -140,12 +140,12 @@ async def test_options_were_dropped_on_the_way(client: Any, router: FakeRouter) 
         {5: -100.0},
     )
     assert router.metadata[0]["traceparent"] == "00-1"
-    assert 0 < router.remaining_s[0] <= 9
+    assert 0 < router.remaining_s[0] < 10  # gRPC rounds up; the client's own deadline is 60
 
 
 async def test_a_call_without_timeout_had_no_deadline(client: Any, router: FakeRouter) -> None:
     await client.generate("Where?")
-    assert 0 < router.remaining_s[0] <= 60
+    assert 0 < router.remaining_s[0] < 61  # gRPC rounds up
 
 
 async def test_refusal_reached_the_caller_without_its_details(client: Any) -> None:

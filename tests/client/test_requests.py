@@ -67,6 +67,7 @@ def test_single_stop_string_was_split_into_letters() -> None:
         ("router:50051", False),
         ("10.0.0.1:50051", False),
         ("dns:///router:50051", False),
+        ("http://[", False),
     ],
 )
 def test_loopback_was_misjudged(target: str, expected: bool) -> None:

@@ -22,10 +22,11 @@ def command() -> int:
     settings = json.loads(sys.argv[1])
     if "log_dir" in settings:
         settings["log_dir"] = Path(settings["log_dir"])
+    grace_s = float(os.environ.get("FAKE_GRACE", "3"))
     return up.run_up(
         up.UpConfig(**settings),
         roles=Roles(router="fake_router", prefill_worker="fake_prefill", decode_worker="fake_decode"),
-        policy=Policy(first_delay_s=0.05, longest_delay_s=0.2, grace_s=3.0, give_up_after=3, poll_s=0.05),
+        policy=Policy(first_delay_s=0.05, longest_delay_s=0.2, grace_s=grace_s, give_up_after=3, poll_s=0.05),
         locate=locate,
     )
 

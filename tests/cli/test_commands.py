@@ -1,0 +1,247 @@
+"""The commands as a user runs them: processes, their output and their exit status."""
+
+import json
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any, ClassVar
+
+import pytest
+
+from tests.client.fake_router import WORDS, FakeRouter
+
+PATIENCE_S = 60.0
+COMMAND = (sys.executable, "-P", "-c", "from splitserve.cli.main import run; run()")
+BLOCKS = {"total": 64, "free": 60, "cached": 1, "in_use": 2, "reserved": 1}
+CLUSTER = {
+    "model": "fake",
+    "ready": True,
+    "pool": BLOCKS,
+    "queue": {"requests": 3, "prompt_tokens": 99},
+    "workers": [
+        {
+            "id": "0123456789abcdef",
+            "role": "decode",
+            "pid": 42,
+            "host": "[h]",
+            "state": "ready",
+            "device": "cpu",
+            "transport": "ipc",
+            "blocks": BLOCKS,
+            "running": 2,
+            "waiting": 0,
+            "recompute_exact": True,
+        }
+    ],
+}
+
+
+def run(*args: str, stdin: str = "", env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *args],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        env=os.environ | {"COLUMNS": "200"} | (env or {}),
+    )
+
+
+@pytest.fixture
+def router() -> Iterator[FakeRouter]:
+    with FakeRouter() as running:
+        yield running
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        return int(held.getsockname()[1])
+
+
+def test_text_and_statistics_were_mixed(router: FakeRouter) -> None:
+    done = run("generate", "Where?", "--target", router.target, "--stop", "a", "--stop", "b", "--temperature", "0")
+    assert (done.returncode, done.stdout) == (0, "".join(WORDS) + "\n")
+    assert "3 prompt tokens (2 cached), 4 tokens" in done.stderr
+    assert f"end: stop, 2 attempts; seed {2**63 + 1}" in done.stderr
+    params = router.requests[0].sampling_params
+    assert (list(params.stop), params.temperature, params.max_tokens) == (["a", "b"], 0.0, 256)
+    assert params.HasField("temperature")
+    assert not params.HasField("seed")
+
+
+def test_quiet_was_not_quiet(router: FakeRouter) -> None:
+    done = run("generate", "Where?", "--quiet", env={"SPLITSERVE_TARGET": router.target})
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_piped_prompt_was_ignored(router: FakeRouter) -> None:
+    assert run("generate", "--target", router.target, stdin="from a pipe\n").returncode == 0
+    assert router.requests[0].text == "from a pipe\n"
+
+
+def test_interrupt_left_the_request_running_or_hid_the_text(router: FakeRouter) -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "generate", "forever", "--target", router.target],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert os.read(process.stdout.fileno(), 6) == b"first "  # before the answer is over
+    process.send_signal(signal.SIGINT)
+    rest, errors = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, rest, errors) == (130, b"\n", b"")
+    assert router.cancelled.wait(PATIENCE_S)
+
+
+def test_reader_that_left_kept_the_request_running(router: FakeRouter) -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "generate", "Where?", "--target", router.target], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait(PATIENCE_S) == 141
+    assert process.stderr is not None
+    assert process.stderr.read() == b""
+    process.stderr.close()
+
+
+def test_half_an_answer_exited_with_success(router: FakeRouter) -> None:
+    done = run("generate", "fail midway", "--target", router.target)
+    assert (done.returncode, done.stdout) == (1, "half an \n")
+    assert done.stderr == "splitserve: attempt 3 of 3 failed\n"
+
+
+def test_refusal_did_not_say_when_to_retry(router: FakeRouter) -> None:
+    done = run("generate", "refuse", "--target", router.target)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "splitserve: queue holds 64 of 64 requests\nIt may work again in 1.5 s.\n"
+
+
+@pytest.mark.parametrize("args", [("generate", "Where?", "--target"), ("chat", "--target")])
+def test_dead_router_left_the_user_without_a_hint(args: tuple[str, ...], free_port: int) -> None:
+    done = run(*args, f"127.0.0.1:{free_port}", stdin="Where?\n")
+    assert done.returncode == 1
+    assert f"127.0.0.1:{free_port}" in done.stderr
+    assert "splitserve up" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "args", [("generate", "a", "--max-tokens", "0"), ("generate", "a", "--no-such-flag"), ("fly",)]
+)
+def test_bad_flag_was_accepted(args: tuple[str, ...]) -> None:
+    done = run(*args)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+def test_chat_forgot_earlier_turns(router: FakeRouter) -> None:
+    done = run("chat", "--target", router.target, "--system", "Be brief.", stdin="Where?\n\nAnd then?\n")
+    assert (done.returncode, done.stdout) == (0, ("".join(WORDS) + "\n") * 2)
+    second = [(message.role, message.content) for message in router.requests[1].chat.messages]
+    assert second == [
+        ("system", "Be brief."),
+        ("user", "Where?"),
+        ("assistant", "".join(WORDS)),
+        ("user", "And then?"),
+    ]
+
+
+def test_interrupted_answer_ended_the_chat_or_stayed_in_it(router: FakeRouter) -> None:
+    terminal, its_stdin = pty.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, "chat", "--target", router.target], stdin=its_stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    os.write(terminal, b"forever\n")
+    assert process.stdout is not None
+    seen = b""
+    while b"first " not in seen:
+        seen += os.read(process.stdout.fileno(), 100)
+    process.send_signal(signal.SIGINT)
+    assert router.cancelled.wait(PATIENCE_S)
+    os.write(terminal, b"refuse\n")
+    os.write(terminal, b"Where?\n")
+    while b"".join(map(str.encode, WORDS)) not in seen:
+        seen += os.read(process.stdout.fileno(), 100)
+    os.write(terminal, b"\x04")
+    _, errors = process.communicate(timeout=PATIENCE_S)
+    os.close(terminal)
+    os.close(its_stdin)
+    assert process.returncode == 0
+    assert b"queue holds 64 of 64 requests" in errors
+    assert [message.content for message in router.requests[2].chat.messages] == ["Where?"]
+
+
+class ClusterHandler(BaseHTTPRequestHandler):
+    answers: ClassVar[dict[str, tuple[int, str]]] = {
+        "/cluster": (200, json.dumps(CLUSTER)),
+        "/other/cluster": (200, '{"model": "fake"}'),
+        "/text/cluster": (200, "<html>"),
+        "/error/cluster": (500, "broken"),
+    }
+
+    def do_GET(self) -> None:
+        status, body = self.answers[self.path]
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing: the tests read what the command prints."""
+
+
+@pytest.fixture
+def cluster_url() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), ClusterHandler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_status_lost_a_part_of_the_cluster(cluster_url: str) -> None:
+    done = run("status", "--url", cluster_url)
+    assert done.returncode == 0
+    for part in (
+        "fake",
+        "3 requests, 99 prompt tokens",
+        "64 total, 60 free, 1 cached, 2 in use, 1 reserved",
+        "[h]",
+        "42",
+    ):
+        assert part in done.stdout
+
+
+def test_status_json_was_not_what_the_router_said(cluster_url: str) -> None:
+    done = run("status", "--json", env={"SPLITSERVE_URL": cluster_url + "/", "http_proxy": "http://127.0.0.1:9"})
+    assert done.returncode == 0
+    assert json.loads(done.stdout) == CLUSTER
+
+
+@pytest.mark.parametrize("path", ["/other", "/text", "/error"])
+def test_strange_answer_ended_in_a_traceback(cluster_url: str, path: str) -> None:
+    done = run("status", "--url", cluster_url + path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"splitserve: {cluster_url}{path}")
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:{}", "http://[", "nonsense"])
+def test_status_of_nothing_ended_in_a_traceback(url: str, free_port: int) -> None:
+    done = run("status", "--url", url.format(free_port))
+    assert done.returncode == 1
+    assert done.stderr.startswith("splitserve: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_version_or_help_failed() -> None:
+    assert run("--version").stdout.strip().count(".") == 2
+    for command in ([], ["generate"], ["chat"], ["status"], ["up"]):
+        assert run(*command, "--help").returncode == 0

@@ -1,0 +1,104 @@
+"""What `up` decides before it starts anything: cores, ports, command lines."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from splitserve.cli import up
+from splitserve.cli.placement import Placement, place, usable_cores
+from splitserve.cli.ports import claim
+from splitserve.cli.roles import Model, Ports, Roles, router_spec, worker_specs
+from splitserve.service.errors import InvalidRequest
+
+PORTS = Ports(grpc=1, http=2, internal=3)
+MODEL = Model(directory=Path("/m"), served_name="served")
+
+
+@pytest.mark.parametrize(
+    ("cores", "num_prefill", "num_decode", "prefill", "decode"),
+    [
+        ([0], 1, 1, [()], [()]),
+        ([0, 1], 1, 1, [(0,)], [(1,)]),
+        ([0, 1], 2, 3, [(0,), (0,)], [(1,), (1,), (1,)]),
+        ([0, 1, 2], 1, 1, [(0, 1)], [(2,)]),
+        ([4, 5, 6, 7], 1, 1, [(4, 5)], [(6, 7)]),
+        ([0, 1, 2, 3, 4], 3, 1, [(0, 1), (2,), (3,)], [(4,)]),
+        ([0, 1, 2, 3], 1, 5, [(0,)], [(2,), (3,), (2,), (3,), (2,)]),
+    ],
+)
+def test_cores_went_to_the_wrong_worker(
+    cores: list[int], num_prefill: int, num_decode: int, prefill: list[tuple[int, ...]], decode: list[tuple[int, ...]]
+) -> None:
+    got_prefill, got_decode = place(cores, num_prefill, num_decode)
+    assert [placement.cores for placement in got_prefill] == prefill
+    assert [placement.cores for placement in got_decode] == decode
+
+
+@given(st.integers(2, 64), st.integers(1, 8), st.integers(1, 8))
+def test_prefill_and_decode_shared_a_core(num_cores: int, num_prefill: int, num_decode: int) -> None:
+    prefill, decode = place(range(num_cores), num_prefill, num_decode)
+    assert (len(prefill), len(decode)) == (num_prefill, num_decode)
+    assert all(placement.threads == len(placement.cores) >= 1 for placement in prefill + decode)
+    prefill_cores, decode_cores = ({core for one in group for core in one.cores} for group in (prefill, decode))
+    assert prefill_cores.isdisjoint(decode_cores)
+    if num_cores >= num_prefill + num_decode:
+        assert sum(placement.threads for placement in prefill + decode) == num_cores
+
+
+def test_core_that_is_not_here_was_accepted() -> None:
+    available = sorted(os.sched_getaffinity(0))
+    assert usable_cores("auto") == available
+    assert usable_cores(f"{available[0]},{available[0]}") == [available[0]]
+    for asked in ("100000", "x", ""):
+        with pytest.raises(InvalidRequest):
+            usable_cores(asked)
+
+
+def test_free_ports_were_given_out_twice() -> None:
+    ports = claim({"--a": 0, "--b": 0, "--c": 0})
+    assert len(set(ports.values())) == 3
+
+
+def test_same_port_for_two_purposes_was_accepted() -> None:
+    port = claim({"--a": 0})["--a"]
+    with pytest.raises(InvalidRequest, match=f"--b and --a are both {port}"):
+        claim({"--a": port, "--b": port})
+
+
+def test_command_line_lacks_what_a_process_needs() -> None:
+    router = router_spec(Roles(), MODEL, PORTS)
+    assert " ".join(router.argv) == (
+        f"{sys.executable} -P -m router --model /m --served-model-name served --bind 127.0.0.1 --grpc-port 1 "
+        "--http-port 2 --internal-port 3"
+    )
+    placements = [Placement((0,), 1)], [Placement((), 1)]
+    flags = {"block-size": 8, "allow-pickle": True, "trust-remote-code": False, "threads": 4}
+    prefill, decode = worker_specs(Roles(), MODEL, PORTS, placements, flags)
+    assert (prefill.name, decode.name) == ("prefill-0", "decode-0")
+    assert " ".join(prefill.argv) == (
+        f"{sys.executable} -P -m prefill_worker --model /m --served-model-name served --router 127.0.0.1:3 "
+        "--bind 127.0.0.1 --http-port 0 --threads 4 --cores 0 --block-size 8 --allow-pickle"
+    )
+    assert "--cores" not in decode.argv
+
+
+def test_pasted_command_would_ask_another_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    monkeypatch.chdir(Path(sys.executable).parent.parent)
+    text = up.what_next(Ports(grpc=50051, http=8000, internal=50052))
+    script = "bin/splitserve"
+    assert f'{script} generate "Write a short introduction about the US capital city."\n' in text
+    assert "curl http://127.0.0.1:8000/cluster\n" in text
+    other = up.what_next(Ports(grpc=7, http=8, internal=9))
+    assert f"{script} chat --target localhost:7\n" in other
+    assert f"{script} status --url http://127.0.0.1:8\n" in other
+
+
+def test_installation_that_cannot_serve_said_nothing_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("splitserve.cli.up.find_spec", lambda name: None if name == "torch" else object())
+    with pytest.raises(up.Unavailable, match=r"no torch.*pip install 'splitserve\[serve\]'"):
+        up.locate_once(up.UpConfig())
