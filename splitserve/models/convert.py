@@ -78,6 +78,25 @@ def _convert_tokenizer(source: Path, directory: Path, reader: GGUFReader, info: 
     tokenizer.save_pretrained(directory)
     # The class that saves may rebuild the last stage from its own settings: what was restored is what is written.
     tokenizer.backend_tokenizer.save(str(directory / "tokenizer.json"))
+    _drop_foreign_tokens(directory, len(reader.get_field("tokenizer.ggml.tokens").data))
+
+
+def _drop_foreign_tokens(directory: Path, num_tokens: int) -> None:
+    """Takes out tokens that the conversion made up: the class it goes through has special tokens of its own.
+
+    Their ids lie behind the vocabulary, where the model has no row: text that spells one would break the forward.
+    """
+    content = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
+    foreign = {token["content"] for token in content["added_tokens"] if token["id"] >= num_tokens}
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < num_tokens]
+    _write_json(directory / "tokenizer.json", content)
+    config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+    kept = {name: value for name, value in config.items() if not (isinstance(value, str) and value in foreign)}
+    _write_json(directory / "tokenizer_config.json", kept)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
 
 
 def _convert_weights(source: Path, directory: Path, reader: GGUFReader) -> None:

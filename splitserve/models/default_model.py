@@ -56,7 +56,9 @@ def _download(scratch: Path, progress: Progress | None) -> Path:
     # pip's own partial files go to the scratch folder too: their size is the progress, whatever pip's version.
     environment = {**os.environ, "TMPDIR": str(scratch)}
     with tempfile.TemporaryFile() as output:
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
+        child = subprocess.Popen(  # noqa: S603 - this interpreter, no input of a user
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment
+        )
         try:
             _watch(child, scratch, progress)
         finally:

@@ -65,7 +65,7 @@ def run_conversion(source: Path, directory: Path, name: str, digest: str, progre
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
     with (
         tempfile.TemporaryFile() as errors,
-        subprocess.Popen(
+        subprocess.Popen(  # noqa: S603 - this interpreter, and no shell reads the file's name
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment, text=True
         ) as child,
     ):

@@ -1,0 +1,28 @@
+"""Text on which tokenizers differ: digits, code, spaces, many scripts, bytes of every kind."""
+
+TEXTS = (
+    "",
+    " ",
+    "Hello, world!",
+    "In 2024, 1234567 people paid $3.50 for 12 apples; call +49 30 901820.",
+    "x1y22z333 a1 1a 1 2  3   44",
+    "²³ ½ ⅔ Ⅳ ⅷ ① ⓴ ㉈ १२३ ٤٥٦ 四五 ๑๒๓ 𝟘𝟙𝟚",
+    "def f(x: int = 0x1F) -> list[int]:\n    return [i ** 2 for i in range(10) if i % 3 != 0]\n",
+    "for (int i = 0; i < n; ++i) {\n\t\ta[i] += 1e-9;\r\n}\n\n\n",
+    "SELECT * FROM t WHERE id = 42; -- don't, we'll, they've, I'm, it's, I'd, you're",
+    "    indented\n        twice   \n\ttabbed\t \n",
+    "Příliš žluťoučký kůň úpěl ďábelské ódy",
+    "Съешь же ещё этих мягких французских булок, да выпей чаю 2 раза",
+    "Ξεσκεπάζω τὴν ψυχοφθόρα βδελυγμία",
+    "敏捷的棕色狐狸跳过了懒狗。2024年3月15日",
+    "いろはにほへと ちりぬるを カタカナ ﾊﾝｶｸ",
+    "키스의 고유조건은 입술끼리 만나야 하고",
+    "नमस्ते दुनिया, क्षत्रिय ज्ञान श्री",
+    "สวัสดีชาวโลก น้ำใจ",
+    "مرحبا بالعالم، ١٢٣ שלום עולם",
+    "გამარჯობა მსოფლიო ሰላም ᐊᐃ 𐍈𐌰 𒀀",
+    "👩‍👩‍👧‍👦 🏳️‍🌈 🇨🇿 👍🏽 ☕️",
+    "e\u0301 a\u0308 \u200b\u200d\ufeff \u00a0 \u2028 \u3000",
+    "\x00\x01\x7f\x85\xad\ufffd\U0010ffff",
+    "a" * 500 + "1" * 50,
+)
