@@ -12,7 +12,7 @@ from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from splitserve.engine.packing import PackedBatch
+from splitserve.engine.packing import PackedBatch, fill_up
 from splitserve.engine.pool import KVPool
 
 INTERFACE_NAME = "splitserve_paged"
@@ -96,6 +96,4 @@ def paged_attention(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling, softcap=softcap, window=sliding_window
     )
     output = paged_context.plan.attend(query[0].transpose(0, 1)[:num_tokens], layer, spec)
-    if num_rows > num_tokens:  # the lone row that was doubled
-        output = output.expand(num_rows, -1, -1)
-    return output.unsqueeze(0), None
+    return fill_up(output, num_rows).unsqueeze(0), None

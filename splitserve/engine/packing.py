@@ -10,8 +10,6 @@ import torch
 
 from splitserve.engine.batch import Segment
 
-_MIN_ROWS = 2  # a matmul over one row takes another path and rounds differently than over more
-
 
 @dataclass(frozen=True)
 class PackedBatch:
@@ -82,6 +80,9 @@ def check_segment(segment: Segment, *, block_size: int, num_blocks: int, vocab_s
         raise ValueError(f"the block table {list(segment.block_table)} leaves a pool of {num_blocks} blocks")
 
 
-def at_least_two(rows: torch.Tensor) -> torch.Tensor:
-    """A lone row twice; anything else as it is."""
-    return rows.expand(_MIN_ROWS) if rows.numel() == 1 else rows
+def fill_up(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """`rows`, its last one repeated until there are `count`; none at all and enough stay as they are."""
+    missing = count - rows.shape[0]
+    if missing <= 0 or rows.shape[0] == 0:
+        return rows
+    return torch.cat([rows, rows[-1:].expand(missing, *rows.shape[1:])])

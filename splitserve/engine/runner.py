@@ -13,7 +13,7 @@ from splitserve.engine import loading
 from splitserve.engine.attention import AttentionBackend, ForwardContext
 from splitserve.engine.batch import Segment
 from splitserve.engine.linear import LinearBackend, TorchLinear
-from splitserve.engine.packing import PackedBatch, at_least_two, check_segment, pack
+from splitserve.engine.packing import PackedBatch, check_segment, fill_up, pack
 from splitserve.engine.pool import KVPool
 from splitserve.engine.torch_attention import TorchAttention
 
@@ -26,8 +26,16 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: Any, pool: KVPool, attention: AttentionBackend, *, num_heads: int, max_model_len: int
+        self,
+        model: Any,
+        pool: KVPool,
+        attention: AttentionBackend,
+        *,
+        num_heads: int,
+        max_model_len: int,
+        min_rows: int,
     ) -> None:
+        """`min_rows`: a batch of fewer tokens is filled up with copies of its last one, which nothing reads."""
         self.layout = pool.layout
         self.pool = pool
         self.vocab_size: int = model.config.vocab_size
@@ -38,6 +46,7 @@ class ModelRunner:
         self._model = model
         self._attention = attention
         self._num_heads = num_heads
+        self._min_rows = min_rows
         self._device = pool.tensor.device
         self._layers = list(range(pool.layout.num_layers))
 
@@ -99,10 +108,10 @@ class ModelRunner:
         logit_rows = torch.tensor(batch.logit_rows, dtype=torch.int64, device=self._device)
         self.num_forwards += 1
         output = self._model(
-            input_ids=at_least_two(batch.token_ids).unsqueeze(0),
-            position_ids=at_least_two(batch.positions).unsqueeze(0),
+            input_ids=fill_up(batch.token_ids, self._min_rows).unsqueeze(0),
+            position_ids=fill_up(batch.positions, self._min_rows).unsqueeze(0),
             use_cache=False,
-            logits_to_keep=at_least_two(logit_rows),
+            logits_to_keep=fill_up(logit_rows, self._min_rows),
             paged_context=context,
         )
         if context.layers_called != self._layers:
