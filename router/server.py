@@ -76,7 +76,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         except _ClientGoneError:
             record.end(_outcome_of_leaving(deadline))
         except asyncio.CancelledError:
-            if _is_being_cancelled():
+            if _is_being_cancelled() or context.cancelled():
                 record.end(_outcome_of_leaving(deadline))
                 raise
             # Something inside was cancelled, not this call: without a status the client would wait for ever.

@@ -173,6 +173,26 @@ async def test_a_client_that_leaves_frees_the_workers() -> None:
         assert edge.outcomes() == {"cancelled": 1}
 
 
+async def test_a_client_that_leaves_without_having_read_frees_the_workers() -> None:
+    """C28: the handler is then inside a write that can never end."""
+    polls: list[int] = []
+
+    def is_stuck() -> bool:
+        polls.append(sum(generation.num_taken for generation in edge.dispatcher.generations))
+        return len(polls) > 20 and 0 < polls[-1] == polls[-20]
+
+    async with running(
+        Edge(FakeDispatcher(lambda _: events([97] * 50_000)), model_description(max_model_len=60_000))
+    ) as edge:
+        call = edge.generate(request_id="x" * 256)
+        await until(is_stuck)
+        assert edge.outcomes() == {}
+        call.cancel()
+        await edge.settled()
+        assert edge.dispatcher.all_closed
+        assert edge.outcomes() == {"cancelled": 1}
+
+
 async def test_a_client_that_leaves_during_tokenizing_starts_nothing() -> None:
     """The text is refused or finished with nobody to tell; no worker hears of it."""
     started, go_on = asyncio.Event(), asyncio.Event()
