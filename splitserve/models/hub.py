@@ -13,7 +13,7 @@ from typing import Any
 from splitserve.models.progress import Progress, report
 from splitserve.service.errors import InvalidRequest, NotFound, Unavailable
 
-_REPOSITORY_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_REPOSITORY_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
 _WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 # Other folders hold other formats of the same weights, and `consolidated` is a second copy of them.
 _UNWANTED = ("*/*", "consolidated*")

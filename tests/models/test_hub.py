@@ -103,7 +103,7 @@ def test_a_repository_id_is_not_seen_as_one(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", "/abs", "./rel", "../up", "a/b/c", "a/..", "~/x", "a b", "a/b\n", "é/x", "x" * 97]
+    "name", ["", "/abs", "./rel", "../up", "a/b/c", "a/..", "~/x", "a b", "a/b\n", "é/x", "x/é", "x" * 97]
 )
 def test_a_path_is_sent_to_the_hub(name: str) -> None:
     assert not is_repository_id(name)

@@ -73,8 +73,8 @@ def test_the_generation_config_is_not_heard(tmp_path: Path) -> None:
 
 
 def test_other_families_spellings_are_not_known(tmp_path: Path) -> None:
-    renamed = {"max_position_embeddings": None, "hidden_size": None, "num_hidden_layers": None}
-    gpt2 = {"num_attention_heads": None, "n_head": 2, "n_positions": 32, "n_embd": 16, "n_layer": 3}
+    renamed: dict[str, Any] = {"max_position_embeddings": None, "hidden_size": None, "num_hidden_layers": None}
+    gpt2: dict[str, Any] = {"num_attention_heads": None, "n_head": 2, "n_positions": 32, "n_embd": 16, "n_layer": 3}
     found = describe(write_model(tmp_path, **renamed, **gpt2), "m", "r")
     assert (found.max_model_len, found.num_layers, found.num_kv_heads, found.head_dim) == (32, 3, 2, 8)
 
