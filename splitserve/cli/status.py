@@ -65,13 +65,15 @@ def render(cluster: dict[str, Any]) -> Group:
     summary.add_row("ready", "yes" if cluster["ready"] else "no")
     summary.add_row("queue", f"{queue['requests']} requests, {queue['prompt_tokens']} prompt tokens")
     summary.add_row("KV blocks", _blocks(cluster["pool"]))
-    workers = Table()
-    for heading in ("worker", "role", "state", "host", "pid", "device", "transport", "running", "waiting", "KV blocks"):
-        workers.add_column(heading)
+    workers = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    # 80 columns have room for these; the rest is in --json.
+    for heading in ("worker", "role", "state", "pid", "transport", "running", "waiting", "free blocks"):
+        workers.add_column(heading, overflow="fold")
     for worker in sorted(cluster["workers"], key=lambda worker: (worker["role"], worker["id"])):
-        cells = [worker[key] for key in ("role", "state", "host", "pid", "device", "transport", "running", "waiting")]
-        workers.add_row(str(worker["id"])[:12], *map(str, cells), _blocks(worker["blocks"]))
-    return Group(summary, workers) if cluster["workers"] else Group(summary, "no workers have joined")
+        counts = worker["blocks"]
+        cells = [worker[key] for key in ("id", "role", "state", "pid", "transport", "running", "waiting")]
+        workers.add_row(*map(str, cells), f"{counts['free']}/{counts['total']}")
+    return Group(summary, "", workers) if cluster["workers"] else Group(summary, "", "no workers have joined")
 
 
 def _blocks(counts: dict[str, int]) -> str:

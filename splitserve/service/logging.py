@@ -116,4 +116,5 @@ def _process_adder(role: str) -> Callable[[WrappedLogger, str, EventDict], Event
 def _withhold(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
     for key in _WITHHELD_KEYS & event.keys():
         event[key] = "(withheld)"
+    event.pop("color_message", None)  # uvicorn's second copy of its message, for terminals
     return event
