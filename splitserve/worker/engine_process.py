@@ -99,25 +99,32 @@ class EngineLoop:
 
     def run(self) -> None:
         """Returns when the front says stop or is gone."""
-        while True:
-            for item in self._arrived():
-                if item is None or isinstance(item, messages.Stop):
-                    return
-                self._dispatch(item)
-            self._engine.expire(time.monotonic())
-            if self._engine.has_work():
-                self._clock.begin_step()
-                self._engine.step()
-                self._clock.end_step()
-            else:
-                self._clock.beat()
-            self._publish_load()
+        while self.turn(_IDLE_WAIT_S):
+            pass
 
-    def _arrived(self) -> Iterator[Item]:
-        """Everything in the inbox; waits for the first item when there is nothing else to do."""
+    def turn(self, wait_s: float) -> bool:
+        """Handles what has arrived and computes at most one step; False when it is time to end.
+
+        With nothing to compute it waits up to `wait_s` for something to arrive.
+        """
+        for item in self._arrived(wait_s):
+            if item is None or isinstance(item, messages.Stop):
+                return False
+            self._dispatch(item)
+        self._engine.expire(time.monotonic())
+        if self._engine.has_work():
+            self._clock.begin_step()
+            self._engine.step()
+            self._clock.end_step()
+        else:
+            self._clock.beat()
+        self._publish_load()
+        return True
+
+    def _arrived(self, wait_s: float) -> Iterator[Item]:
         try:
-            if not self._engine.has_work():
-                yield self._inbox.get(timeout=_IDLE_WAIT_S)
+            if not self._engine.has_work() and wait_s > 0:
+                yield self._inbox.get(timeout=wait_s)
             while True:
                 yield self._inbox.get_nowait()
         except queue.Empty:

@@ -68,7 +68,7 @@ def build_context(
             kv_cache_bytes=config.kv_cache_memory,
             progress=progress,
         )
-    fingerprint = _fingerprint(
+    fingerprint = model_fingerprint(
         config.served_model_name or description.name, config.revision or description.revision, runner.layout
     )
     # Started unpinned: the KV thread and ZeroMQ's I/O thread inherit every core, so that they stay off the engine's.
@@ -106,7 +106,7 @@ def ready_report(context: EngineContext) -> messages.Ready:
     )
 
 
-def _fingerprint(model: str, revision: str, layout: KVLayout) -> Fingerprint:
+def model_fingerprint(model: str, revision: str, layout: KVLayout) -> Fingerprint:
     return Fingerprint(
         model=model,
         revision=revision,
