@@ -81,7 +81,7 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             message = f"{field} is no valid Unicode: a lone surrogate U+{ord(text[error.start]):04X}"
             raise InvalidRequest(message, reason="INVALID_UNICODE", field=field) from None
-        return self._tokenizer.encode(text, add_special_tokens=adds_special_tokens).ids
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=adds_special_tokens)[0].ids
 
 
 def _apply_settings(tokenizer: tokenizers.Tokenizer, directory: Path) -> None:
