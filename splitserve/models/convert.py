@@ -58,6 +58,7 @@ def tokenizer_info(reader: GGUFReader) -> GGUFTokenizerInfo:
         pre=_field(reader, "tokenizer.ggml.pre"),
         adds_bos=_field(reader, "tokenizer.ggml.add_bos_token"),
         adds_eos=_field(reader, "tokenizer.ggml.add_eos_token"),
+        adds_space=_field(reader, "tokenizer.ggml.add_space_prefix"),
         bos_token=_token(reader, _field(reader, "tokenizer.ggml.bos_token_id")),
         eos_token=_token(reader, _field(reader, "tokenizer.ggml.eos_token_id")),
     )

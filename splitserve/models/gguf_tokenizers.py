@@ -7,7 +7,7 @@ refused: a model fed with wrongly cut text answers worse without any error. Call
 
 from dataclasses import dataclass
 
-from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
 from splitserve.models.special_tokens import add_special_tokens
@@ -82,6 +82,7 @@ class GGUFTokenizerInfo:
     pre: str | None
     adds_bos: bool | None
     adds_eos: bool | None
+    adds_space: bool | None
     bos_token: str | None
     eos_token: str | None
 
@@ -114,6 +115,16 @@ def restore_stages(tokenizer: Tokenizer, info: GGUFTokenizerInfo) -> None:
             tokenizer.model.ignore_merges = True
         if adds_bos is None:
             adds_bos = stages.adds_bos
-    elif adds_bos is None:
-        adds_bos = info.kind == "llama"
+    else:
+        if info.adds_space is False:
+            _keep_front_bare(tokenizer)
+        if adds_bos is None:
+            adds_bos = info.kind == "llama"
     add_special_tokens(tokenizer, info.bos_token if adds_bos else None, info.eos_token if info.adds_eos else None)
+
+
+def _keep_front_bare(tokenizer: Tokenizer) -> None:
+    """A SentencePiece tokenizer puts a space before a text and takes one off again, unless its file says not to."""
+    if isinstance(tokenizer.pre_tokenizer, pre_tokenizers.Metaspace):
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+        tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])

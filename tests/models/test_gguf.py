@@ -16,10 +16,10 @@ from splitserve.models.gguf import MANIFEST, file_digest
 from splitserve.models.gguf_tokenizers import STAGES_BY_NAME, GGUFTokenizerInfo, restore_stages
 from splitserve.models.locate import locate_model
 from splitserve.models.tokenizer import Tokenizer
-from splitserve.service.errors import Internal, InvalidRequest
+from splitserve.service.errors import InvalidRequest
 from tests.models.reference_bpe import encode, pieces_with_single_digits
 from tests.models.texts import TEXTS
-from tests.models.tiny_gguf import CONTEXT_LENGTH, MERGES, VOCABULARY, write_tiny_gguf
+from tests.models.tiny_gguf import CONTEXT_LENGTH, MERGES, PIECES, VOCABULARY, write_tiny_gguf
 
 _CONTEXT = multiprocessing.get_context("spawn")
 
@@ -88,6 +88,7 @@ def test_a_killed_conversion_leaves_half_a_directory(tmp_path: Path) -> None:
     gone, alive = psutil.wait_procs(children, timeout=60)
     assert not alive, "the converting child outlived its caller"
     assert len(gone) == 1
+    assert list((cache / "models").glob(".*.partial-*/model.safetensors")) == [], "it worked on for nobody"
     assert [path for path in (cache / "models").iterdir() if not path.name.startswith(".")] == []
 
     model = locate_model(str(gguf), cache_dir=cache)
@@ -106,6 +107,28 @@ def _wait_for_children(process: psutil.Process) -> list[psutil.Process]:
     raise AssertionError("no conversion was started")
 
 
+@pytest.fixture(scope="session")
+def sentencepiece_model(tmp_path_factory: pytest.TempPathFactory) -> ModelDescription:
+    folder = tmp_path_factory.mktemp("pieces")
+    gguf = write_tiny_gguf(folder / "pieces.gguf", kind="llama", pre="default", adds_bos=None, adds_space=False)
+    return locate_model(str(gguf), cache_dir=folder / "cache")
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+def test_a_sentencepiece_text_does_not_survive(text: str, sentencepiece_model: ModelDescription) -> None:
+    tokenizer = Tokenizer.load(sentencepiece_model.directory)
+    ids = tokenizer.encode(text)
+    assert ids[0] == 1, "such a file wants BOS unless it says otherwise"
+    assert tokenizer.decode(ids) == text
+
+
+def test_a_space_is_put_before_the_text_against_the_files_word(sentencepiece_model: ModelDescription) -> None:
+    id_of = {token: index for index, token in enumerate(PIECES)}
+    tokenizer = Tokenizer.load(sentencepiece_model.directory)
+    assert tokenizer.encode("ab b") == [1, id_of["ab"], id_of["▁b"]]
+    assert tokenizer.encode("é") == [1, id_of["<0xC3>"], id_of["<0xA9>"]]
+
+
 @pytest.mark.parametrize("pre", [None, "default", "superbpe"])
 def test_an_unknown_pre_tokenizer_is_guessed(pre: str | None, tmp_path: Path) -> None:
     gguf = write_tiny_gguf(tmp_path / "odd.gguf", pre=pre)
@@ -117,7 +140,7 @@ def test_an_unknown_pre_tokenizer_is_guessed(pre: str | None, tmp_path: Path) ->
 
 def test_a_file_that_is_no_gguf_hangs_or_leaves_something(tmp_path: Path) -> None:
     (tmp_path / "broken.gguf").write_bytes(b"no model" * 100)
-    with pytest.raises((InvalidRequest, Internal), match=r"broken\.gguf"):
+    with pytest.raises(InvalidRequest, match=r"broken\.gguf"):
         locate_model(str(tmp_path / "broken.gguf"), cache_dir=tmp_path / "cache")
     assert list((tmp_path / "cache" / "models").glob("broken*")) == []
 
@@ -158,6 +181,6 @@ def test_a_named_pre_tokenizer_cuts_otherwise(pre: str, pieces: list[str]) -> No
 def test_bos_is_missing_where_the_file_is_silent(says: bool | None, adds: bool, tiny_model: ModelDescription) -> None:
     """Llama 3 files often leave it to the reader to know that BOS is wanted."""
     tokenizer = LibraryTokenizer.from_file(str(tiny_model.directory / "tokenizer.json"))
-    restore_stages(tokenizer, GGUFTokenizerInfo("gpt2", "llama-bpe", says, None, "<bos>", "<eos>"))
+    restore_stages(tokenizer, GGUFTokenizerInfo("gpt2", "llama-bpe", says, None, None, "<bos>", "<eos>"))
     assert (tokenizer.encode("abc").tokens[0] == "<bos>") == adds
     assert json.loads(tokenizer.to_str())["model"]["ignore_merges"] is True
