@@ -10,10 +10,14 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
+# Most of a large model's weights are here, and none of its attention.
+_MLP_WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+_COPY_MLP_WIDTH = 256
+
 _OTHER_MODALITIES = ("vision", "audio", "speech", "image", "video", "text")
 
 
-class UnsupportedModel(ValueError):  # noqa: N818 - says what the model is
+class UnsupportedModel(ValueError):
     """The model cannot be served; the message says why."""
 
 
@@ -71,7 +75,7 @@ def max_positions(config: Any) -> int:
 
 
 def two_layer_copy(config: Any, *, vocab_size: int, window: int) -> Any:
-    """The config with two layers, one of each type if it has two types, a small vocabulary and shrunk windows."""
+    """The config with two layers, one of each type if it has two, shrunk windows and a small vocabulary and MLP."""
     small = copy.deepcopy(config)
     num_layers = config.num_hidden_layers
     kept = _two_layers(getattr(config, "layer_types", None) or [""] * num_layers)
@@ -83,6 +87,9 @@ def two_layer_copy(config: Any, *, vocab_size: int, window: int) -> Any:
     small.pad_token_id = small.bos_token_id = small.eos_token_id = None
     if getattr(config, "sliding_window", None) is not None:
         small.sliding_window = window
+    for name in _MLP_WIDTHS:
+        if isinstance(width := getattr(config, name, None), int):
+            setattr(small, name, min(width, _COPY_MLP_WIDTH))
     return small
 
 

@@ -88,10 +88,13 @@ def _reference_model(directory: Path) -> torch.nn.Module:
 
 def reference(directory: Path, prompt: Sequence[int], max_tokens: int) -> list[int]:
     """What transformers' own `generate` makes of the prompt, greedy, in float32."""
+    return reference_of(_reference_model(directory), prompt, max_tokens)
+
+
+def reference_of(model: torch.nn.Module, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """As `reference`, for a model at hand that uses transformers' own attention."""
     ids = torch.tensor([list(prompt)])
-    output = _reference_model(directory).generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False
-    )
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False)
     return output[0, len(prompt) :].tolist()
 
 
