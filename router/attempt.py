@@ -169,7 +169,9 @@ class Attempt:
             if self._mailbox.empty():
                 left = seconds_left()
                 try:
-                    event = await asyncio.wait_for(self._mailbox.get(), min(limit_s, left))
+                    # Not wait_for: in Python 3.11 it swallows a cancellation that comes together with the event.
+                    async with asyncio.timeout(min(limit_s, left)):
+                        event = await self._mailbox.get()
                 except TimeoutError:
                     if left <= limit_s:
                         raise

@@ -137,7 +137,8 @@ class RequestFlow:
         while True:
             limit = min(self._config.failover_timeout, self._seconds_left())
             try:
-                attempt = await asyncio.wait_for(asyncio.shield(waiting.granted), limit)
+                async with asyncio.timeout(limit):
+                    attempt = await asyncio.shield(waiting.granted)
                 break
             except TimeoutError:
                 if self._seconds_left() <= 0:

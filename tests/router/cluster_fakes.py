@@ -1,0 +1,199 @@
+"""A router without a network: real membership, queue, dispatcher and flow over workers that a test speaks for."""
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from kvtransfer.ticket import Ticket
+from router.config import RouterConfig
+from router.dispatcher import ClusterDispatcher
+from router.flow import RequestFlow
+from router.membership import Membership
+from router.metrics import RouterMetrics
+from router.request import FinishReason, GenerationRequest, Sampling, TokenEvent
+from router.worker import (
+    Accepted,
+    Ended,
+    FirstTokensArrived,
+    Identity,
+    Link,
+    LoadReport,
+    Reason,
+    Refused,
+    Reserved,
+    Role,
+    Start,
+    TokenArrived,
+    Worker,
+)
+
+_SESSIONS = itertools.count(1)
+
+
+@dataclass
+class FakeChannel:
+    """Notes every command; `commands` holds (kind, attempt id, start)."""
+
+    commands: list[tuple[str, str, Start | None]] = field(default_factory=list)
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def reserve(self, attempt_id: str, start: Start, timeout_s: float, traceparent: str) -> None:
+        self._note("reserve", attempt_id, start)
+
+    def prefill(self, attempt_id: str, start: Start, ticket: Ticket, timeout_s: float, traceparent: str) -> None:
+        self._note("prefill", attempt_id, start)
+
+    def release(self, attempt_id: str, reason: str) -> None:
+        self._note("release", attempt_id, None)
+
+    def close(self, reason: str) -> None:
+        self._note("close", "", None)
+
+    def _note(self, kind: str, attempt_id: str, start: Start | None) -> None:
+        self.commands.append((kind, attempt_id, start))
+        self.arrived.set()
+
+    def of_kind(self, kind: str) -> list[str]:
+        return [attempt for noted, attempt, _ in self.commands if noted == kind]
+
+
+@dataclass
+class FakeWorker:
+    """One worker: the test decides what it says and when."""
+
+    worker: Worker
+    channel: FakeChannel
+
+    async def command(self, kind: str, number: int = 0) -> tuple[str, Start | None]:
+        """Waits for the `number`-th command of this kind."""
+        async with asyncio.timeout(5):
+            while True:
+                found = [(attempt, start) for noted, attempt, start in self.channel.commands if noted == kind]
+                if len(found) > number:
+                    return found[number]
+                self.channel.arrived.clear()
+                await self.channel.arrived.wait()
+
+    def say(self, attempt: str, event: Any) -> bool:
+        return self.worker.hear(attempt, event)
+
+    def reserved(self, attempt: str) -> None:
+        self.say(attempt, Reserved(Ticket(f"t-{attempt}", self.worker.worker_id, 0, 1)))
+
+    def refused(self, attempt: str, reason: Reason = Reason.NO_ROOM) -> None:
+        self.say(attempt, Refused(self.worker.worker_id, reason, "the test says so"))
+
+    def ended(self, attempt: str, reason: Reason) -> None:
+        self.say(attempt, Ended(self.worker.worker_id, reason, "the test says so"))
+
+    def accepted(self, attempt: str) -> None:
+        self.say(attempt, Accepted())
+
+    def first(self, attempt: str, position: int, token: int, finish: FinishReason | None = None) -> None:
+        self.say(attempt, FirstTokensArrived((self._token(position, token, finish),), 0))
+
+    def token(self, attempt: str, position: int, token: int, finish: FinishReason | None = None) -> None:
+        self.say(attempt, self._token(position, token, finish))
+
+    def _token(self, position: int, token: int, finish: FinishReason | None) -> TokenArrived:
+        return TokenArrived(self.worker.worker_id, 0, position, token, finish)
+
+
+class Router:
+    """Everything between the public edge and the workers' streams."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.config = RouterConfig(**({"reserve_timeout": 1.0, "failover_timeout": 1.0} | settings))
+        self.membership = Membership(self.config, "tiny", "r1")
+        self.metrics = RouterMetrics(CollectorRegistry(), "tiny")
+        self.dispatcher = ClusterDispatcher(self.config, self.membership, self.metrics)
+        self._fakes: list[FakeWorker] = []
+
+    def join(self, role: Role, name: str, **identity: Any) -> FakeWorker:
+        """A worker that every other one can reach."""
+        fields: dict[str, Any] = {
+            "worker_id": name,
+            "role": role,
+            "model": "tiny",
+            "revision": "r1",
+            "num_blocks": 100,
+            "block_size": 16,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 64,
+            "max_model_len": 1024,
+            "host_id": "h",
+            "pid": 1,
+            "device": "cpu",
+            "transport": "zmq",
+            "numerics": "n",
+            "recompute_exact": True,
+        }
+        channel = FakeChannel()
+        whole = Identity(**(fields | identity))
+        now = asyncio.get_running_loop().time()
+        load = LoadReport(blocks_free=whole.num_blocks)
+        # Nobody beats for it: it stays fresh for the whole test.
+        worker = Worker(whole, next(_SESSIONS), channel, now + 3600, load)
+        self._fakes.append(FakeWorker(worker, channel))
+        self.membership.add(worker)
+        for fake in self._fakes:
+            if fake.worker.role is Role.PREFILL:
+                fake.worker.links.update({f.worker.worker_id: Link(True, "ipc") for f in self._fakes if f is not fake})
+        self.membership.changed()
+        return self._fakes[-1]
+
+    def pairs(self, num_prefill: int = 1, num_decode: int = 1) -> tuple[list[FakeWorker], list[FakeWorker]]:
+        prefills = [self.join(Role.PREFILL, f"p{index}") for index in range(num_prefill)]
+        return prefills, [self.join(Role.DECODE, f"d{index}") for index in range(num_decode)]
+
+    def leave(self, fake: FakeWorker, reason: str = "killed") -> None:
+        self.membership.remove(fake.worker, reason)
+
+    def submit(self, num_prompt: int = 10, deadline_s: float | None = None, **sampling: Any) -> RequestFlow:
+        return self.dispatcher.submit(request(num_prompt, deadline_s, **sampling))
+
+    def assert_idle(self) -> None:
+        """Nothing waits, and no worker holds a promise or an attempt of ours."""
+        assert len(self.dispatcher.queue) == 0
+        assert self.dispatcher.queue.num_tokens == 0
+        for fake in self._fakes:
+            assert not fake.worker.attempts
+            assert not fake.worker.promises
+
+
+def request(
+    num_prompt: int = 10, deadline_s: float | None = None, priority: int = 0, **sampling: Any
+) -> GenerationRequest:
+    values: dict[str, Any] = {
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "seed": 1,
+        "max_tokens": 16,
+        "min_tokens": 0,
+        "stop": (),
+        "stop_token_ids": (),
+        "ignore_eos": False,
+        "n": 1,
+    }
+    deadline = None if deadline_s is None else asyncio.get_running_loop().time() + deadline_s
+    return GenerationRequest(
+        "client", "tiny", tuple(range(num_prompt)), Sampling(**(values | sampling)), priority, deadline, ""
+    )
+
+
+async def collect(flow: RequestFlow) -> list[TokenEvent]:
+    """All tokens of a flow; closes it whatever happens."""
+    try:
+        return [event async for event in flow]
+    finally:
+        await flow.aclose()
+
+
+def ids(events: Sequence[TokenEvent]) -> list[int]:
+    return [event.token_id for event in events]

@@ -1,0 +1,398 @@
+"""One request over its attempts: whatever fails on a worker, the client gets each token once and in order, or an
+error."""
+
+import asyncio
+
+import pytest
+
+from router.request import FinishReason
+from router.worker import Reason, Role
+from splitserve.service.errors import DeadlineExceeded, Internal, Overloaded, Unavailable
+from tests.router.cluster_fakes import FakeWorker, Router, collect, ids
+
+LENGTH = FinishReason.LENGTH
+
+
+async def hand_off(prefill: FakeWorker, decode: FakeWorker, number: int = 0) -> str:
+    """Drives one attempt up to the prefill worker's acceptance."""
+    attempt, _ = await decode.command("reserve", number)
+    decode.reserved(attempt)
+    await _who_prefills([prefill], attempt)
+    prefill.accepted(attempt)
+    return attempt
+
+
+async def test_first_token_is_shown_twice_or_a_gap_is_shown() -> None:
+    """C08: prefill and decode both tell the first token; early and repeated ones change nothing."""
+    router = Router()
+    (prefill,), (decode,) = router.pairs()
+    task = asyncio.create_task(collect(router.submit()))
+    attempt = await hand_off(prefill, decode)
+    decode.token(attempt, 1, 101)
+    decode.token(attempt, 0, 100)
+    prefill.first(attempt, 0, 100)
+    decode.token(attempt, 1, 101)
+    decode.token(attempt, 3, 103, LENGTH)
+    decode.token(attempt, 2, 102)
+    events = await task
+    assert ids(events) == [100, 101, 102, 103]
+    assert [event.position for event in events] == [0, 1, 2, 3]
+    router.assert_idle()
+
+
+async def test_finished_request_is_released_as_if_it_ran() -> None:
+    router = Router()
+    (prefill,), (decode,) = router.pairs()
+    task = asyncio.create_task(collect(router.submit()))
+    attempt = await hand_off(prefill, decode)
+    prefill.first(attempt, 0, 100)
+    decode.token(attempt, 0, 100)
+    decode.token(attempt, 1, 101, LENGTH)
+    await task
+    assert decode.channel.of_kind("release") == []
+    assert prefill.channel.of_kind("release") == []
+
+
+async def test_token_that_ends_the_request_leaves_blocks_on_decode() -> None:
+    """C09, C23: the end comes with prefill's token; both sides are told to let go."""
+    router = Router()
+    (prefill,), (decode,) = router.pairs()
+    task = asyncio.create_task(collect(router.submit(max_tokens=1)))
+    attempt = await hand_off(prefill, decode)
+    prefill.first(attempt, 0, 100, LENGTH)
+    assert ids(await task) == [100]
+    assert decode.channel.of_kind("release") == [attempt]
+    router.assert_idle()
+
+
+@pytest.mark.parametrize("loser", ["prefill", "decode"])
+@pytest.mark.parametrize("how", ["lost", "ended"])
+async def test_failure_before_the_first_token_reaches_the_client(loser: str, how: str) -> None:
+    router = Router()
+    prefills, decodes = router.pairs(2, 2)
+    task = asyncio.create_task(collect(router.submit()))
+    first_decode = await _who_reserved(decodes)
+    attempt, _ = await first_decode.command("reserve")
+    first_decode.reserved(attempt)
+    first_prefill = await _who_prefills(prefills, attempt)
+    first_prefill.accepted(attempt)
+    victim = first_prefill if loser == "prefill" else first_decode
+    if how == "lost":
+        router.leave(victim)
+    else:
+        victim.ended(attempt, Reason.TRANSFER_FAILED)
+    decode, prefill, second = await _next_attempt(prefills, decodes, attempt)
+    assert second != attempt
+    assert victim not in (decode, prefill), "the worker that failed the request was asked again first"
+    prefill.first(second, 0, 100)
+    decode.token(second, 1, 101, LENGTH)
+    assert ids(await task) == [100, 101]
+    router.assert_idle()
+
+
+async def test_failover_loses_or_doubles_tokens() -> None:
+    """Decode dies in the middle: the next attempt carries prompt and outputs apart and goes on behind them."""
+    router = Router()
+    prefills, decodes = router.pairs(1, 2)
+    flow = router.submit()
+    task = asyncio.create_task(collect(flow))
+    decode = await _who_reserved(decodes)
+    attempt = await hand_off(prefills[0], decode)
+    prefills[0].first(attempt, 0, 100)
+    decode.token(attempt, 0, 100)
+    decode.token(attempt, 1, 101)
+    await asyncio.sleep(0.01)
+    router.leave(decode)
+    other, prefill, second = await _next_attempt(prefills, decodes, attempt)
+    start = next(start for kind, _, start in other.channel.commands if kind == "reserve")
+    assert start is not None
+    assert start.prompt_ids == tuple(range(10))
+    assert start.outputs == {0: (100, 101)}
+    decode.token(attempt, 2, 999)  # the dead worker's last words
+    prefill.first(second, 2, 102)
+    other.token(second, 2, 102)
+    other.token(second, 3, 103, LENGTH)
+    assert ids(await task) == [100, 101, 102, 103]
+    assert flow.attempts == 2
+    router.assert_idle()
+
+
+async def test_prefill_that_refuses_costs_the_reservation() -> None:
+    router = Router()
+    prefills, (decode,) = router.pairs(2, 1)
+    task = asyncio.create_task(collect(router.submit()))
+    attempt, _ = await decode.command("reserve")
+    decode.reserved(attempt)
+    first = await _who_prefills(prefills, attempt)
+    first.refused(attempt)
+    second = prefills[1 - prefills.index(first)]
+    await second.command("prefill")
+    second.accepted(attempt)
+    second.first(attempt, 0, 100, LENGTH)
+    assert ids(await task) == [100]
+    assert len(decode.channel.of_kind("reserve")) == 1
+
+
+async def test_dead_prefill_worker_ends_an_attempt_that_has_left_it() -> None:
+    router = Router()
+    (prefill,), (decode,) = router.pairs()
+    flow = router.submit()
+    task = asyncio.create_task(collect(flow))
+    attempt = await hand_off(prefill, decode)
+    prefill.first(attempt, 0, 100)
+    decode.token(attempt, 0, 100)
+    router.leave(prefill)
+    decode.token(attempt, 1, 101, LENGTH)
+    assert ids(await task) == [100, 101]
+    assert flow.attempts == 1
+
+
+async def test_refusals_count_as_failures() -> None:
+    router = Router(max_attempts=1)
+    (prefill,), (decode,) = router.pairs()
+    task = asyncio.create_task(collect(router.submit()))
+    for number, reason in enumerate([Reason.NO_ROOM, Reason.DRAINING, Reason.NO_ROOM]):
+        attempt, _ = await decode.command("reserve", number)
+        decode.refused(attempt, reason)
+    attempt, _ = await decode.command("reserve", 3)
+    decode.reserved(attempt)
+    await prefill.command("prefill")
+    prefill.accepted(attempt)
+    decode.ended(attempt, Reason.PREEMPTED)
+    attempt, _ = await decode.command("reserve", 4)
+    decode.reserved(attempt)
+    await prefill.command("prefill", 1)
+    prefill.accepted(attempt)
+    prefill.first(attempt, 0, 100, LENGTH)
+    assert ids(await task) == [100]
+
+
+async def test_attempts_never_end() -> None:
+    router = Router(max_attempts=2)
+    (prefill,), (decode,) = router.pairs()
+    task = asyncio.create_task(collect(router.submit()))
+    for number in range(2):
+        attempt, _ = await decode.command("reserve", number)
+        decode.reserved(attempt)
+        await prefill.command("prefill", number)
+        prefill.accepted(attempt)
+        decode.ended(attempt, Reason.TRANSFER_FAILED)
+    with pytest.raises(Unavailable, match="2 attempts failed"):
+        await task
+    router.assert_idle()
+
+
+async def test_request_kills_a_third_worker() -> None:
+    router = Router(max_attempts=10)
+    prefills, decodes = router.pairs(1, 3)
+    task = asyncio.create_task(collect(router.submit()))
+    seen: set[str] = set()
+    for _ in range(2):
+        decode, prefill, attempt = await _next_attempt(prefills, decodes, *seen)
+        seen.add(attempt)
+        prefill.first(attempt, 0, 100)
+        decode.token(attempt, 0, 100)
+        await asyncio.sleep(0.01)
+        router.leave(decode)
+    with pytest.raises(Internal, match="2 workers died"):
+        await task
+
+
+async def test_fault_of_the_request_is_tried_elsewhere() -> None:
+    router = Router()
+    (prefill,), (decode, _) = router.pairs(1, 2)
+    task = asyncio.create_task(collect(router.submit()))
+    attempt = await hand_off(prefill, decode)
+    prefill.ended(attempt, Reason.INTERNAL)
+    with pytest.raises(Internal):
+        await task
+    router.assert_idle()
+
+
+@pytest.mark.parametrize("stage", ["queued", "reserving", "prefilling", "decoding"])
+async def test_client_that_leaves_keeps_a_worker_busy(stage: str) -> None:
+    router = Router()
+    (prefill,), (decode,) = router.pairs()
+    if stage == "queued":
+        decode.worker.load = type(decode.worker.load)(blocks_free=0)
+    task = asyncio.create_task(collect(router.submit()))
+    await asyncio.sleep(0)
+    attempt = ""
+    if stage != "queued":
+        attempt, _ = await decode.command("reserve")
+    if stage in ("prefilling", "decoding"):
+        attempt = await hand_off(prefill, decode)
+    if stage == "decoding":
+        prefill.first(attempt, 0, 100)
+        decode.token(attempt, 0, 100)
+        await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert decode.channel.of_kind("release") == ([attempt] if attempt else [])
+    assert prefill.channel.of_kind("release") == ([attempt] if stage in ("reserving", "prefilling") else [])
+    router.assert_idle()
+
+
+async def test_deadline_passes_unnoticed_while_waiting() -> None:
+    router = Router()
+    _, (decode,) = router.pairs()
+    with pytest.raises(DeadlineExceeded):
+        await collect(router.submit(deadline_s=0.05))
+    attempt, _ = await decode.command("reserve")
+    assert decode.channel.of_kind("release") == [attempt]
+    router.assert_idle()
+
+
+async def test_worker_that_says_nothing_is_waited_for() -> None:
+    router = Router(token_timeout=0.05, max_attempts=1)
+    (prefill,), (decode,) = router.pairs()
+    task = asyncio.create_task(collect(router.submit()))
+    attempt = await hand_off(prefill, decode)
+    prefill.first(attempt, 0, 100)
+    with pytest.raises(Unavailable, match="said nothing"):
+        await task
+    router.assert_idle()
+
+
+async def test_interrupted_request_waits_for_ever() -> None:
+    router = Router(failover_timeout=0.05)
+    (prefill,), (decode,) = router.pairs()
+    task = asyncio.create_task(collect(router.submit()))
+    await hand_off(prefill, decode)
+    router.leave(decode)
+    with pytest.raises(Unavailable, match="no decode worker"):
+        await task
+    router.assert_idle()
+
+
+async def test_nobody_to_serve_and_no_refusal() -> None:
+    """C36: no pair, an immediate answer that says whether to retry."""
+    router = Router()
+    router.join(Role.DECODE, "d")
+    with pytest.raises(Unavailable, match="no prefill worker has joined") as refusal:
+        router.submit()
+    assert refusal.value.retry_after_s is not None
+
+
+async def test_queue_grows_without_bound() -> None:
+    """C52."""
+    router = Router(max_queue_requests=3, max_queue_tokens=1000)
+    _, (decode,) = router.pairs()
+    decode.worker.load = type(decode.worker.load)(blocks_free=0)
+    flows = [router.submit() for _ in range(3)]
+    with pytest.raises(Overloaded, match="3 requests are waiting"):
+        router.submit()
+    for flow in flows:
+        await flow.aclose()
+    waiting = router.submit(num_prompt=900)
+    with pytest.raises(Overloaded, match="900 prompt tokens are waiting"):
+        router.submit(num_prompt=101)
+    await waiting.aclose()
+    router.assert_idle()
+
+
+async def test_third_worker_gets_nothing_from_the_queue() -> None:
+    """Two full decode workers, twenty queued requests, a third joins: the next one is its."""
+    router = Router()
+    _, decodes = router.pairs(1, 2)
+    for decode in decodes:
+        decode.worker.load = type(decode.worker.load)(blocks_free=0, blocks_in_use=100)
+    tasks = [asyncio.create_task(collect(router.submit())) for _ in range(20)]
+    await asyncio.sleep(0.01)
+    assert len(router.dispatcher.queue) == 20
+    third = router.join(Role.DECODE, "d2")
+    await third.command("reserve")
+    assert len(router.dispatcher.queue) < 20
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    router.assert_idle()
+
+
+async def test_later_request_passes_an_interrupted_one() -> None:
+    router = Router()
+    (prefill,), (decode,) = router.pairs()
+    victim = asyncio.create_task(collect(router.submit(num_prompt=11)))
+    await hand_off(prefill, decode)
+    decode.worker.load = type(decode.worker.load)(blocks_free=0, blocks_in_use=100)
+    later = [asyncio.create_task(collect(router.submit(num_prompt=12))) for _ in range(3)]
+    await asyncio.sleep(0.01)
+    decode.ended(decode.channel.of_kind("reserve")[0], Reason.PREEMPTED)
+    await asyncio.sleep(0.1)
+    decode.worker.load = type(decode.worker.load)(blocks_free=100)
+    router.membership.changed()
+    _, start = await decode.command("reserve", 1)
+    assert start is not None
+    assert len(start.prompt_ids) == 11
+    for task in (victim, *later):
+        task.cancel()
+    await asyncio.gather(victim, *later, return_exceptions=True)
+    router.assert_idle()
+
+
+async def test_silent_worker_is_kept() -> None:
+    """A worker without a sign of life gets no new work, then is dead; its attempts go on elsewhere."""
+    router = Router(heartbeat_timeout=0.3, suspect_timeout=0.1)
+    (prefill,), decodes = router.pairs(1, 2)
+    task = asyncio.create_task(collect(router.submit()))
+    decode = await _who_reserved(decodes)
+    attempt = await hand_off(prefill, decode)
+    decode.worker.last_heard = asyncio.get_running_loop().time()
+    watch = asyncio.create_task(router.membership.watch())
+    other, _, second = await _next_attempt([prefill], decodes, attempt)
+    assert other is not decode
+    assert decode.worker.is_lost
+    prefill.first(second, 0, 100, LENGTH)
+    assert ids(await task) == [100]
+    watch.cancel()
+
+
+async def test_worker_that_joins_again_keeps_its_old_attempts() -> None:
+    router = Router()
+    (prefill,), (decode,) = router.pairs()
+    task = asyncio.create_task(collect(router.submit()))
+    attempt = await hand_off(prefill, decode)
+    again = router.join(Role.DECODE, "d0")
+    assert decode.worker.is_lost
+    second, _ = await again.command("reserve")
+    assert second != attempt
+    again.reserved(second)
+    await prefill.command("prefill", 1)
+    prefill.accepted(second)
+    prefill.first(second, 0, 100, LENGTH)
+    assert ids(await task) == [100]
+    router.assert_idle()
+
+
+# Finding out whom the router chose
+
+
+async def _who_reserved(decodes: list[FakeWorker], *known: str) -> FakeWorker:
+    async with asyncio.timeout(5):
+        while True:
+            for decode in decodes:
+                if set(decode.channel.of_kind("reserve")) - set(known):
+                    return decode
+            await asyncio.sleep(0.001)
+
+
+async def _who_prefills(prefills: list[FakeWorker], attempt: str) -> FakeWorker:
+    async with asyncio.timeout(5):
+        while True:
+            for prefill in prefills:
+                if attempt in prefill.channel.of_kind("prefill"):
+                    return prefill
+            await asyncio.sleep(0.001)
+
+
+async def _next_attempt(
+    prefills: list[FakeWorker], decodes: list[FakeWorker], *known: str
+) -> tuple[FakeWorker, FakeWorker, str]:
+    """Drives the next attempt up to prefill's acceptance: (decode, prefill, attempt id)."""
+    decode = await _who_reserved(decodes, *known)
+    (attempt,) = set(decode.channel.of_kind("reserve")) - set(known)
+    decode.reserved(attempt)
+    prefill = await _who_prefills(prefills, attempt)
+    prefill.accepted(attempt)
+    return decode, prefill, attempt
