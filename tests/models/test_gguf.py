@@ -4,6 +4,8 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -88,12 +90,26 @@ def test_a_killed_conversion_leaves_half_a_directory(tmp_path: Path) -> None:
     gone, alive = psutil.wait_procs(children, timeout=60)
     assert not alive, "the converting child outlived its caller"
     assert len(gone) == 1
-    assert list((cache / "models").glob(".*.partial-*/model.safetensors")) == [], "it worked on for nobody"
     assert [path for path in (cache / "models").iterdir() if not path.name.startswith(".")] == []
 
     model = locate_model(str(gguf), cache_dir=cache)
     assert Tokenizer.load(model.directory).vocab_size == len(VOCABULARY)
     assert list((cache / "models").glob(".*.partial-*")) == []
+
+
+def test_an_orphaned_conversion_works_on_for_nobody(tmp_path: Path) -> None:
+    """The file is a pipe that nobody writes to: the child hangs in it until it sees that its caller is gone."""
+    os.mkfifo(tmp_path / "endless.gguf")
+    command = [sys.executable, "-P", "-m", "splitserve.models.convert", str(tmp_path / "endless.gguf"), str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        try:
+            assert child.stdin is not None
+            assert child.stdout is not None
+            assert b"reading the file" in child.stdout.readline()
+            child.stdin.close()
+            assert child.wait(timeout=60) == 1
+        finally:
+            child.kill()
 
 
 def _wait_for_children(process: psutil.Process) -> list[psutil.Process]:

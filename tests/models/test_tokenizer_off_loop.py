@@ -9,7 +9,7 @@ from tests.tiny_models import add_tokenizer
 
 
 def test_encoding_a_long_text_stops_every_other_thread(tmp_path: Path) -> None:
-    """C53: the library's `encode` holds the interpreter's lock for as long as it takes; `encode_batch_fast` does not."""
+    """C53: the library's `encode` holds the interpreter's lock all the while; `encode_batch_fast` does not."""
     add_tokenizer(tmp_path)
     tokenizer = Tokenizer.load(tmp_path)
     thread = threading.Thread(target=tokenizer.encode, args=("the thing and 42 more " * 100_000,))
