@@ -18,6 +18,7 @@ from kvtransfer import events
 from kvtransfer.ticket import Ticket
 from splitserve.engine.allocator import BlockAllocator
 from splitserve.engine.batch import Segment
+from splitserve.engine.block_keys import block_keys
 from splitserve.engine.sampler import SamplingParams
 from splitserve.worker import messages
 from splitserve.worker.engine_setup import EngineContext
@@ -165,14 +166,21 @@ class DecodeEngine:
             return
         sequence.phase = Phase.RUNNING
         try:
-            (token,) = decode_finish(event.payload)
+            token = self._first_token(sequence, event)
         except (msgspec.DecodeError, ValueError) as error:
-            self._end(sequence, Reason.INVALID, f"the prefill worker's Finish is malformed: {error}")
-            return
+            self._end(sequence, Reason.INVALID, f"the prefill worker's Finish is not what was asked for: {error}")
+        else:
+            self._take_tokens([(sequence, token)])
+
+    def _first_token(self, sequence: Sequence, event: events.TransferComplete) -> messages.Token:
+        """Raises ValueError when the blocks are those of other tokens, or the token is not the next one."""
+        keys = block_keys(sequence.token_ids, self._layout.block_size, {"model": self._context.fingerprint.model})
+        if event.keys != keys:
+            raise ValueError("its blocks belong to other tokens")
+        (token,) = decode_finish(event.payload)
         if (token.sample, token.position) != (sequence.sample, sequence.num_outputs):
-            self._end(sequence, Reason.INVALID, "the prefill worker's first token is not the one that was asked for")
-            return
-        self._take_tokens([(sequence, token)])
+            raise ValueError(f"it holds token {token.position} of sample {token.sample}")
+        return token
 
     def _transfer_failed(self, transfer_id: str, detail: str) -> None:
         sequence = self._by_transfer.pop(transfer_id, None)
@@ -284,3 +292,9 @@ class DecodeEngine:
             kv_bytes_sent=stats.bytes_sent,
             kv_bytes_received=stats.bytes_received,
         )
+
+    def check(self) -> None:
+        if self._sequences:
+            self._allocator.check()
+        else:
+            self._allocator.check_idle()

@@ -243,3 +243,9 @@ class PrefillEngine:
             kv_bytes_sent=stats.bytes_sent,
             kv_bytes_received=stats.bytes_received,
         )
+
+    def check(self) -> None:
+        if self._attempts:
+            self._allocator.check()
+        else:
+            self._allocator.check_idle()

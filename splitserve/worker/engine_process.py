@@ -48,6 +48,9 @@ class RoleEngine(Protocol):
 
     def load(self) -> messages.Load: ...
 
+    def check(self) -> None:
+        """Raises ValueError if what the engine holds does not add up. Called when it has been idle for a moment."""
+
 
 def run_engine(make_engine: Callable[[EngineContext], RoleEngine], role: str) -> int:
     """The whole life of an engine process; returns its exit status."""
@@ -96,6 +99,7 @@ class EngineLoop:
         self._inbox = inbox
         self._clock = clock
         self._last_load: messages.Load | None = None
+        self._is_checked = True
 
     def run(self) -> None:
         """Returns when the front says stop or is gone."""
@@ -116,10 +120,19 @@ class EngineLoop:
             self._clock.begin_step()
             self._engine.step()
             self._clock.end_step()
+            self._is_checked = False
         else:
             self._clock.beat()
+            self._check_once_idle(wait_s)
         self._publish_load()
         return True
+
+    def _check_once_idle(self, wait_s: float) -> None:
+        """Looks through the books once after each piece of work; a violation ends the worker before it serves from
+        it."""
+        if wait_s > 0 and not self._is_checked:
+            self._engine.check()
+            self._is_checked = True
 
     def _arrived(self, wait_s: float) -> Iterator[Item]:
         try:

@@ -157,6 +157,14 @@ class Pair:
             if not (self.prefill.engine.has_work() or self.decode.engine.has_work()):
                 time.sleep(0.001)
 
+    def until_without_prefill(self, condition: Callable[[], bool]) -> None:
+        """Waits while only the KV threads and decode move."""
+        give_up = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < give_up, "still waiting"
+            self.decode.loop.turn(wait_s=0.0)
+            time.sleep(0.001)
+
     # The router's part
 
     def reserve(self, prompt: Sequence[int], outputs: Sequence[int] = (), attempt: str = "", **changes: Any) -> str:
