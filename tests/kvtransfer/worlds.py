@@ -88,6 +88,22 @@ class Recorder:
                 raise AssertionError(f"no {kind.__name__} of {transfer_id}; seen: {self.events}")
             return found()[count - 1]
 
+    def wait_for_any(self, *kinds: type[KVEvent]) -> KVEvent:
+        """The first event of any of these kinds."""
+        with self.changed:
+            found = self.changed.wait_for(
+                lambda: [event for event in self.events if isinstance(event, kinds)], PATIENCE_S
+            )
+        assert found, f"none of {kinds}; seen: {self.events}"
+        return found[0]
+
+    def wait_for_end(self, transfer_id: str) -> KVEvent:
+        """The terminal event of a transfer, whatever it is."""
+        with self.changed:
+            found = self.changed.wait_for(lambda: self.terminal(transfer_id), PATIENCE_S)
+        assert found, f"{transfer_id} has no end; seen: {self.events}"
+        return found[0]
+
     def terminal(self, transfer_id: str) -> list[KVEvent]:
         kinds = (TransferAcked, TransferComplete, TransferFailed)
         with self.changed:
