@@ -22,6 +22,10 @@ MIN_MATMUL_ROWS = 8
 
 _NEVER = -1e30  # running maximum of a row that has seen nothing: finite, so that no difference of two is NaN
 
+# exp is some hundred times slower where its result is no normal float32, which half of a causal tile would be.
+_LOWEST_EXPONENT = -80.0
+_NEGLIGIBLE = 2e-35  # just above exp of that; such weights become exact zeros
+
 
 @dataclass(frozen=True)
 class _QueryGroup:
@@ -71,10 +75,10 @@ class _Running:
         if hidden is not None:
             scores.masked_fill_(hidden, -torch.inf)
         tile_maximum = scores.amax(-1, keepdim=True).clamp_(min=_NEVER)
-        weights = scores.sub_(tile_maximum).exp_()
+        weights = torch.threshold_(_exp_(scores.sub_(tile_maximum)), _NEGLIGIBLE, 0.0)
         maximum = torch.maximum(self.maximum[:count], tile_maximum)
-        keep = (self.maximum[:count] - maximum).exp_()
-        scale = (tile_maximum - maximum).exp_()
+        keep = _exp_(self.maximum[:count] - maximum)
+        scale = _exp_(tile_maximum - maximum)
         self.total[:count].mul_(keep).add_(weights.sum(-1, keepdim=True).mul_(scale))
         self.values[:count].mul_(keep).add_((weights @ value).mul_(scale))
         self.maximum[:count] = maximum
@@ -211,6 +215,10 @@ class TorchAttentionPlan:
             used = list(segment.block_table[: -(-segment.end // block_size)])
             tables.append(used + used[:1] * (width - len(used)))
         return torch.tensor(tables, dtype=torch.int64, device=self._batch.positions.device)
+
+
+def _exp_(exponents: torch.Tensor) -> torch.Tensor:
+    return exponents.clamp_(min=_LOWEST_EXPONENT).exp_()
 
 
 def _start(grouped: torch.Tensor, group: _QueryGroup) -> _Running:
