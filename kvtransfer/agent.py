@@ -5,6 +5,7 @@ requests reach it through a queue, outcomes come back as events. Each `expect` a
 one terminal event: until then the blocks named belong to the KV thread (sink) or stay pinned for it (source).
 """
 
+import os
 import threading
 import time
 from collections import deque
@@ -61,6 +62,7 @@ class KVAgent:
         self._live: set[tuple[Side, str]] = set()
         self._is_open = False
         self._is_closing = False
+        self._pid = 0
         self._started = threading.Event()
         self._start_error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name=f"kv-{worker_id}", daemon=True)
@@ -69,6 +71,7 @@ class KVAgent:
 
     def start(self) -> None:
         """Binds the endpoint. Raises Unavailable when it cannot."""
+        self._pid = os.getpid()
         self._thread.start()
         self._started.wait()
         if self._start_error is not None:
@@ -76,6 +79,8 @@ class KVAgent:
 
     def close(self) -> None:
         """Fails what is open, ends all links, waits for the thread. Every terminal event has been given on return."""
+        if self._is_forked:
+            return  # thread and sockets are the parent's
         self._is_closing = True
         self._carrier.wake()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
@@ -130,8 +135,8 @@ class KVAgent:
 
     def _begin(self, side: Side, transfer_id: str, command: Callable[[], None]) -> None:
         with self._lock:
-            if not self._is_open:
-                raise Unavailable("the KV thread does not run", reason="KV_THREAD_CLOSED")
+            if not self._is_open or self._is_forked:
+                raise Unavailable("no KV thread runs in this process", reason="KV_THREAD_CLOSED")
             if (side, transfer_id) in self._live:
                 raise Internal(f"transfer {transfer_id} is already open", reason="TRANSFER_EXISTS")
             self._live.add((side, transfer_id))
@@ -140,10 +145,15 @@ class KVAgent:
 
     def _submit(self, command: Callable[[], None]) -> None:
         with self._lock:
-            if not self._is_open:
+            if not self._is_open or self._is_forked:
                 return  # everything has had its terminal event
             self._commands.append(command)
         self._carrier.wake()
+
+    @property
+    def _is_forked(self) -> bool:
+        """A child has neither the thread nor usable sockets; it has to build an agent of its own."""
+        return self._pid not in (0, os.getpid())
 
     # The KV thread.
 
