@@ -12,8 +12,8 @@ from kvtransfer.faults import FaultyCarrier
 from kvtransfer.settings import KVSettings
 from splitserve.worker import messages
 from splitserve.worker.messages import Reason
+from tests.reference import greedy
 from tests.workers.pair import Pair
-from tests.workers.reference import greedy
 from tests.workers.test_hand_off import B, prompt_of
 
 MakePair = Callable[..., Pair]

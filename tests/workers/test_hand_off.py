@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from splitserve.worker import messages
+from tests.reference import greedy
 from tests.tiny_models import FAMILIES, VOCAB_SIZE
 from tests.workers.pair import Pair
-from tests.workers.reference import greedy
 
 B = 16
 LENGTHS = [1, B - 1, B, B + 1, 2 * B, 3 * B + 5, 100]

@@ -1,0 +1,53 @@
+"""Clusters shared by tests. Each is started at first use, healed between tests, and ended with the session."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.harness import Cluster
+from tests.tiny_models import add_tokenizer, build
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("models")
+
+    def get(family: str) -> Path:
+        directory = root / family
+        if not directory.exists():
+            build(family, directory)
+            add_tokenizer(directory)
+        return directory
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def _one_pair(tiny: Callable[[str], Path]) -> Iterator[Cluster]:
+    cluster = Cluster(tiny("llama"), max_num_batched_tokens=48)
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def pair(_one_pair: Cluster) -> Iterator[Cluster]:
+    """A router, one prefill and one decode worker with a tiny Llama in float32, chunks of 48 tokens."""
+    _one_pair.heal()
+    yield _one_pair
+    _one_pair.wait_drained()
+
+
+@pytest.fixture(scope="session")
+def _two_by_three(tiny: Callable[[str], Path]) -> Iterator[Cluster]:
+    cluster = Cluster(tiny("gemma2"), prefill=2, decode=3, max_num_batched_tokens=48)
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def two_by_three(_two_by_three: Cluster) -> Iterator[Cluster]:
+    """Two prefill and three decode workers with a tiny Gemma 2 in float32."""
+    _two_by_three.heal()
+    yield _two_by_three
+    _two_by_three.wait_drained()

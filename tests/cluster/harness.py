@@ -1,0 +1,244 @@
+"""A cluster of real processes for tests: a router and workers on free ports, each of which a test may kill or add.
+
+Starting a worker costs seconds of processor time, so tests share clusters (`conftest`); a cluster that a test leaves
+with fewer workers than it was made with is healed before the next one.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from splitserve import Client
+
+PATIENCE_S = 120.0
+
+
+def wait_for(what: str, condition: Callable[[], Any], patience_s: float = PATIENCE_S) -> Any:
+    """Polls until `condition` gives something true and returns it."""
+    give_up = time.monotonic() + patience_s
+    while not (value := condition()):
+        assert time.monotonic() < give_up, f"waited {patience_s:g} s for {what}"
+        time.sleep(0.05)
+    return value
+
+
+@dataclass
+class Process:
+    """One role's process. `events` are its log lines (JSON), in order."""
+
+    role: str
+    popen: "subprocess.Popen[str]"
+    flags: dict[str, Any]
+    events: list[dict[str, Any]] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    def event(self, name: str) -> dict[str, Any]:
+        """Waits for the first log line of this name."""
+
+        def find() -> dict[str, Any] | None:
+            assert self.popen.poll() is None or self.has_event(name), (
+                f"{self.role} ended with {self.popen.returncode}:\n" + "\n".join(self.lines[-15:])
+            )
+            return next((event for event in self.events if event.get("event") == name), None)
+
+        found: dict[str, Any] = wait_for(f"{self.role} to log {name!r}", find)
+        return found
+
+    def has_event(self, name: str) -> bool:
+        return any(event.get("event") == name for event in self.events)
+
+    def engine_pid(self) -> int:
+        """The worker's engine process."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        return int(children[0])
+
+    def kill(self) -> None:
+        """SIGKILL to the front and its engine, as when a machine dies."""
+        pids = [self.pid]
+        with contextlib.suppress(IndexError, OSError):
+            pids.append(self.engine_pid())
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.popen.wait(PATIENCE_S)
+
+    def stop(self) -> int:
+        """SIGTERM, and the exit status."""
+        if self.popen.poll() is None:
+            self.popen.terminate()
+        return self.popen.wait(30)
+
+
+class Cluster:
+    """Router, workers, and a client. `flags` go to every worker, role flags to those of the role."""
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        prefill: int = 1,
+        decode: int = 1,
+        router_flags: dict[str, Any] | None = None,
+        prefill_flags: dict[str, Any] | None = None,
+        decode_flags: dict[str, Any] | None = None,
+        **flags: Any,
+    ) -> None:
+        self.model = model
+        self._wanted = {"prefill": prefill, "decode": decode}
+        self._flags: dict[str, Any] = {"dtype": "float32", "kv_cache_memory": "16MiB"} | flags
+        self._role_flags = {"prefill": prefill_flags or {}, "decode": decode_flags or {}}
+        self.workers: list[Process] = []
+        ports = {"grpc_port": 0, "http_port": 0, "internal_port": 0}
+        self.router = self._start("router", ports | {"model": model} | (router_flags or {}))
+        try:
+            listening = self.router.event("listening")
+            self.http = httpx.Client(base_url=f"http://127.0.0.1:{listening['http']}", timeout=30)
+            self.target = f"127.0.0.1:{listening['grpc']}"
+            self._internal = f"127.0.0.1:{listening['internal']}"
+            self.client = Client(self.target, timeout=PATIENCE_S)
+            self.heal()
+        except BaseException:
+            self.close()
+            raise
+
+    # Processes
+
+    def _start(self, role: str, flags: dict[str, Any]) -> Process:
+        module = role if role == "router" else f"{role}_worker"
+        command = [sys.executable, "-P", "-m", module]
+        for name, value in flags.items():
+            command += [f"--{name.replace('_', '-')}", str(value)]
+        environment = os.environ | {"SPLITSERVE_LOG_FORMAT": "json", "SPLITSERVE_TESTING": "1"}
+        popen = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment, bufsize=1
+        )
+        process = Process(role, popen, flags)
+        threading.Thread(target=_read_log, args=(process,), daemon=True).start()
+        return process
+
+    def add(self, role: str, **flags: Any) -> Process:
+        """Starts one more worker and returns at once."""
+        own = {"model": self.model, "router": self._internal, "http_port": 0}
+        process = self._start(role, own | self._flags | self._role_flags[role] | flags)
+        self.workers.append(process)
+        return process
+
+    def of_role(self, role: str) -> list[Process]:
+        return [worker for worker in self.workers if worker.role == role and worker.popen.poll() is None]
+
+    def heal(self) -> None:
+        """Brings the cluster to what it was made with: dead workers are replaced, extra ones stopped."""
+        for role, wanted in self._wanted.items():
+            present = self.of_role(role)
+            plain = [worker for worker in present if self._is_plain(worker)]
+            for extra in [worker for worker in present if worker not in plain[:wanted]]:
+                extra.stop()
+            for _ in range(wanted - len(plain[:wanted])):
+                self.add(role)
+        self.workers = [worker for worker in self.workers if worker.popen.poll() is None]
+        self.wait_ready(sum(self._wanted.values()))
+
+    def _is_plain(self, worker: Process) -> bool:
+        expected = self._flags | self._role_flags[worker.role]
+        return all(worker.flags.get(name) == value for name, value in expected.items()) and "fault_plan" not in (
+            worker.flags.keys() - expected.keys()
+        )
+
+    def wait_ready(self, num_workers: int) -> None:
+        """Until that many workers are joined and each can exchange blocks with every one of the other role."""
+
+        def is_ready() -> bool:
+            for worker in self.workers:
+                assert worker.popen.poll() is None, "\n".join(worker.lines[-15:])
+            workers = self.state()["workers"]
+            prefills = [w for w in workers if w["role"] == "prefill"]
+            decodes = {w["id"] for w in workers if w["role"] == "decode"}
+            linked = all({i for i, link in w["links"].items() if link["reachable"]} >= decodes for w in prefills)
+            return len(workers) == num_workers and linked and bool(prefills) and bool(decodes)
+
+        wait_for(f"{num_workers} linked workers", is_ready)
+
+    def close(self) -> None:
+        for process in [*self.workers, self.router]:
+            if process.popen.poll() is None:
+                process.popen.send_signal(signal.SIGINT)
+        for process in [*self.workers, self.router]:
+            try:
+                process.popen.wait(15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+    # Looking
+
+    def state(self) -> dict[str, Any]:
+        answer: dict[str, Any] = self.http.get("/cluster").raise_for_status().json()
+        return answer
+
+    def workers_of(self, role: str) -> list[dict[str, Any]]:
+        return [worker for worker in self.state()["workers"] if worker["role"] == role]
+
+    def process_of(self, worker_id: str) -> Process:
+        pid = next(worker["pid"] for worker in self.state()["workers"] if worker["id"] == worker_id)
+        return next(process for process in self.workers if process.pid == pid)
+
+    def is_drained(self) -> bool:
+        """No block is held anywhere, nothing waits, nothing runs."""
+        state = self.state()
+        pool = state["pool"]
+        return (
+            pool["free"] + pool["cached"] == pool["total"]
+            and state["queue"] == {"requests": 0, "prompt_tokens": 0}
+            and all(w["running"] == w["waiting"] == w["attempts"] == 0 for w in state["workers"])
+        )
+
+    def wait_drained(self) -> None:
+        """Workers look through their books when idle and die of a violation: so they must also still be there."""
+        wait_for("drained pools", self.is_drained, 30)
+
+    def kv_bytes(self) -> tuple[int, int]:
+        """(sent, received) over all workers since their start."""
+        workers = self.state()["workers"]
+        return sum(w["kv_bytes_sent"] for w in workers), sum(w["kv_bytes_received"] for w in workers)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a router metric's samples that have these labels."""
+        total = 0.0
+        for line in self.http.get("/metrics").text.splitlines():
+            if line.startswith((f"{name}{{", f"{name} ")) and all(f'{k}="{v}"' in line for k, v in labels.items()):
+                total += float(line.rsplit(" ", 1)[1])
+        return total
+
+    @contextlib.contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Every worker that was there before the body is there after it, and all pools are drained."""
+        before = {worker["id"] for worker in self.state()["workers"]}
+        yield
+        self.wait_drained()
+        time.sleep(0.5)  # an idle engine looks through its books within 0.2 s
+        after = {worker["id"] for worker in self.state()["workers"]}
+        assert before <= after, f"workers were lost: {before - after}"
+
+
+def _read_log(process: Process) -> None:
+    assert process.popen.stderr is not None
+    for line in process.popen.stderr:
+        process.lines.append(line.rstrip())
+        with contextlib.suppress(json.JSONDecodeError):
+            event = json.loads(line)
+            if isinstance(event, dict):
+                process.events.append(event)
