@@ -47,7 +47,7 @@ def test_a_frozen_receiver_fills_the_senders_memory(zmq_net: World) -> None:
 
 def test_a_cancel_unpins_what_the_transport_still_reads(zmq_net: World) -> None:
     """C02, C76: a block larger than any socket buffer is stuck in a frozen link; its pin outlives the cancel."""
-    block_nbytes = 48 * 1024 * 1024
+    block_nbytes = 16 * 1024 * 1024
     source = zmq_net.worker("p0", settings=HASTY, num_blocks=1, block_nbytes=block_nbytes)
     with sink_process("d0", block_nbytes=block_nbytes) as frozen:
         source.agent.set_peers({"d0": frozen.endpoint})
