@@ -42,7 +42,7 @@ class WorkerConfig:
     bind: str = "127.0.0.1"
     "Address that the KV and HTTP ports listen on."
     advertise: str | None = None
-    "Address that peers dial; default: the bind address."
+    "Address that peers dial; default: the bind address, or with a wildcard the one that reaches the router."
     router: str = "127.0.0.1:50052"
     "The router's internal port. Every address of the name is joined."
     http_port: int = 8080

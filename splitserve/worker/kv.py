@@ -1,18 +1,22 @@
-"""Composes a worker's KV agent: which carrier, with which settings, and with which injected faults."""
+"""Composes a worker's KV agent: which address and carrier, with which settings, and with which injected faults."""
 
+import ipaddress
+import socket
+import time
 from collections.abc import Callable
-from pathlib import Path
 
 from kvtransfer.agent import KVAgent
-from kvtransfer.carrier import Carrier
 from kvtransfer.events import KVEvent
-from kvtransfer.fault_plan import load_fault_plan
-from kvtransfer.faults import FaultyCarrier
 from kvtransfer.fingerprint import Fingerprint
 from kvtransfer.settings import KVSettings
 from kvtransfer.store import BlockStore
 from kvtransfer.zeromq import ZeroMQCarrier, ZeroMQSettings
+from splitserve.service.errors import Unavailable
 from splitserve.worker.config import WorkerConfig
+
+# A router that is being replaced has no address for a moment; the worker can do nothing without it anyway.
+ROUTER_TIMEOUT_S = 60.0
+_RETRY_PAUSE_S = 0.5
 
 
 def make_agent(
@@ -22,12 +26,13 @@ def make_agent(
     store: BlockStore,
     on_event: Callable[[KVEvent], None],
 ) -> KVAgent:
-    """Not yet started; binds an ephemeral port on the configured address."""
-    carrier: Carrier = ZeroMQCarrier(
-        ZeroMQSettings(bind=config.bind, advertise=config.advertise or "", max_block_bytes=store.block_nbytes)
+    """Not yet started; binds an ephemeral port on the configured address.
+
+    Raises `Unavailable` when the worker has to find out its own address and cannot, see `advertised_host`.
+    """
+    carrier = ZeroMQCarrier(
+        ZeroMQSettings(bind=config.bind, advertise=advertised_host(config), max_block_bytes=store.block_nbytes)
     )
-    if config.fault_plan:
-        carrier = FaultyCarrier(carrier, load_fault_plan(Path(config.fault_plan)))
     settings = KVSettings(transfer_timeout_s=config.transfer_timeout)
     return KVAgent(
         worker_id=worker_id,
@@ -37,3 +42,42 @@ def make_agent(
         settings=settings,
         on_event=on_event,
     )
+
+
+def advertised_host(config: WorkerConfig, timeout_s: float = ROUTER_TIMEOUT_S) -> str:
+    """The host that peers dial: as configured, else the bind address, else our address on the way to the router.
+
+    Waits up to `timeout_s` for the router's name to have an address, then raises `Unavailable`.
+    """
+    if config.advertise:
+        return config.advertise
+    if not _is_wildcard(config.bind):
+        return config.bind
+    # A socket bound to :: takes IPv4 as well.
+    family = socket.AF_UNSPEC if ":" in config.bind else socket.AF_INET
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return _host_towards(config.router, family)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise Unavailable(
+                    f"no own address leads to the router {config.router}: {error}; --advertise names one"
+                ) from error
+        time.sleep(_RETRY_PAUSE_S)
+
+
+def _is_wildcard(bind: str) -> bool:
+    try:
+        return ipaddress.ip_address(bind).is_unspecified
+    except ValueError:  # a name
+        return False
+
+
+def _host_towards(target: str, family: socket.AddressFamily) -> str:
+    """Our address on the interface that leads to `target` (HOST:PORT). OSError when there is no way to it."""
+    host, _, port = target.rpartition(":")
+    found, *_, address = socket.getaddrinfo(host.strip("[]"), int(port), family, socket.SOCK_DGRAM)[0]
+    with socket.socket(found, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # a route is looked up, and nothing sent
+        return str(probe.getsockname()[0])

@@ -12,8 +12,6 @@ from splitserve.worker.kv import advertised_host
 def test_wildcard_was_advertised() -> None:
     assert advertised_host(WorkerConfig(bind="0.0.0.0", router="127.0.0.1:50052")) == "127.0.0.1"
     assert advertised_host(WorkerConfig(bind="0.0.0.0", router="localhost:50052")) == "127.0.0.1"
-    # The whole of 127/8 is this machine, and the kernel answers from the address that was asked.
-    assert advertised_host(WorkerConfig(bind="0.0.0.0", router="127.9.8.7:50052")) == "127.9.8.7"
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="this Python has no IPv6")
