@@ -18,6 +18,7 @@ from splitserve.engine.linear import LinearBackend
 from splitserve.engine.pool import DTYPES, KVPool
 from splitserve.engine.selftest import SelfTestResult
 from splitserve.engine.support import UnsupportedModel
+from splitserve.engine.trust import Trust
 
 if TYPE_CHECKING:
     from splitserve.engine.runner import ModelRunner
@@ -47,10 +48,11 @@ def load_runner(
     attention: AttentionBackend,
     linear: LinearBackend,
     progress: Callable[[str], None],
+    trust: Trust,
 ) -> "ModelRunner":
     """See `ModelRunner.load`."""
     dtype = resolve_dtype(dtype, device)
-    config = _read_config(directory)
+    config = _read_config(directory, trust)
     support.require_supported(config)
     num_heads, num_kv_heads, head_dim = support.attention_shape(config)
     max_model_len = support.max_positions(config)
@@ -66,13 +68,13 @@ def load_runner(
 
     progress(f"checking that {config.model_type} runs on paged attention")
     num_test_blocks = selftest.blocks_needed(block_size)
-    copy = _random_copy(config).to(device)
+    copy = _random_copy(config, trust).to(device)
     copy_layout = KVLayout(copy.config.num_hidden_layers, num_kv_heads, head_dim, block_size, "float32")
     copy_runner = make_runner(copy, copy_layout, num_test_blocks, _MIN_ROWS[0])
     selftest.require_equal_to_eager(copy_runner, copy, "a random copy of two layers")
 
     progress(f"loading weights as {dtype}")
-    model = _load_weights(directory, config, dtype, device)
+    model = _load_weights(directory, config, dtype, device, trust)
     linear.prepare(model)
 
     progress("comparing with transformers' own attention")
@@ -95,18 +97,20 @@ def _least_exact_rows(tested: "Sequence[ModelRunner]") -> tuple[int, SelfTestRes
     return results[0]
 
 
-def _read_config(directory: Path) -> Any:
+def _read_config(directory: Path, trust: Trust) -> Any:
     try:
-        return AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+        return AutoConfig.from_pretrained(directory, trust_remote_code=trust.remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise UnsupportedModel(f"no usable model config in {directory}: {error}") from error
 
 
-def _random_copy(config: Any) -> Any:
+def _random_copy(config: Any, trust: Trust) -> Any:
     small = support.two_layer_copy(config, vocab_size=selftest.COPY_VOCAB_SIZE, window=selftest.WINDOW)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation=INTERFACE_NAME)
+        model = AutoModelForCausalLM.from_config(
+            small, dtype=torch.float32, attn_implementation=INTERFACE_NAME, trust_remote_code=trust.remote_code
+        )
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() > 1:
@@ -118,7 +122,7 @@ def _random_copy(config: Any) -> Any:
     return model.eval()
 
 
-def _load_weights(directory: Path, config: Any, dtype: str, device: str) -> Any:
+def _load_weights(directory: Path, config: Any, dtype: str, device: str, trust: Trust) -> Any:
     transformers_logging.disable_progress_bar()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -126,12 +130,14 @@ def _load_weights(directory: Path, config: Any, dtype: str, device: str) -> Any:
             config=config,
             dtype=DTYPES[dtype],
             attn_implementation=INTERFACE_NAME,
-            use_safetensors=True,
+            # None takes what is there, safetensors before pickle; torch still reads pickles by its list of safe types.
+            use_safetensors=None if trust.pickle else True,
+            trust_remote_code=trust.remote_code,
             local_files_only=True,
             output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError) as error:
-        raise UnsupportedModel(f"cannot load safetensors weights from {directory}: {error}") from error
+        raise UnsupportedModel(f"cannot load weights from {directory}: {error}") from error
     absent = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if absent:
         raise UnsupportedModel(f"{directory} lacks weights that the model needs: {', '.join(absent[:5])}")

@@ -16,6 +16,7 @@ from splitserve.engine.linear import LinearBackend, TorchLinear
 from splitserve.engine.packing import PackedBatch, check_segment, fill_up, pack
 from splitserve.engine.pool import KVPool
 from splitserve.engine.torch_attention import TorchAttention
+from splitserve.engine.trust import SAFE, Trust
 
 
 class ModelRunner:
@@ -62,11 +63,13 @@ class ModelRunner:
         attention: AttentionBackend | None = None,
         linear: LinearBackend | None = None,
         progress: Callable[[str], None] | None = None,
+        trust: Trust = SAFE,
     ) -> "ModelRunner":
         """Reads the model in `directory`, proves that it can be served, and makes a pool of `kv_cache_bytes`.
 
-        `dtype` is "auto", "bfloat16" or "float32". UnsupportedModel (a ValueError) with the reason when the model
-        cannot be served; ValueError when not even one block fits into `kv_cache_bytes`.
+        `dtype` is "auto", "bfloat16" or "float32"; `trust` says what of the directory may run. UnsupportedModel (a
+        ValueError) with the reason when the model cannot be served; ValueError when not even one block fits into
+        `kv_cache_bytes`.
         """
         return loading.load_runner(
             cls,
@@ -78,6 +81,7 @@ class ModelRunner:
             attention=attention or TorchAttention(),
             linear=linear or TorchLinear(),
             progress=progress or (lambda _: None),
+            trust=trust,
         )
 
     @torch.inference_mode()

@@ -1,1 +1,1 @@
-"""What every process of the cluster shares: errors, configuration, logging, lifecycle, metrics. Imports none of ours."""
+"""What every process shares: errors, configuration, logging, lifecycle, metrics. Imports none of ours."""

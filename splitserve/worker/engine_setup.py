@@ -12,6 +12,7 @@ from kvtransfer.events import KVEvent
 from kvtransfer.fingerprint import Fingerprint
 from splitserve.engine.layout import KVLayout
 from splitserve.engine.runner import ModelRunner
+from splitserve.engine.trust import Trust
 from splitserve.models.description import ModelDescription
 from splitserve.models.locate import locate_model
 from splitserve.worker import messages
@@ -67,6 +68,7 @@ def build_context(
             block_size=config.block_size,
             kv_cache_bytes=config.kv_cache_memory,
             progress=progress,
+            trust=Trust(remote_code=config.trust_remote_code, pickle=config.allow_pickle),
         )
     fingerprint = model_fingerprint(
         config.served_model_name or description.name, config.revision or description.revision, runner.layout

@@ -99,6 +99,7 @@ class Cluster:
         **flags: Any,
     ) -> None:
         self.model = model
+        # Without workers the cluster is just its router; the test adds what it wants.
         self._wanted = {"prefill": prefill, "decode": decode}
         self._flags: dict[str, Any] = {"dtype": "float32", "kv_cache_memory": "16MiB"} | flags
         self._role_flags = {"prefill": prefill_flags or {}, "decode": decode_flags or {}}
@@ -111,7 +112,8 @@ class Cluster:
             self.target = f"127.0.0.1:{listening['grpc']}"
             self._internal = f"127.0.0.1:{listening['internal']}"
             self.client = Client(self.target, timeout=PATIENCE_S)
-            self.heal()
+            if prefill or decode:
+                self.heal()
         except BaseException:
             self.close()
             raise

@@ -1,0 +1,116 @@
+"""A worker or its link dies under a running request: the stream goes on elsewhere and its text is exact."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.harness import Cluster, Process, wait_for
+from tests.cluster.test_exact import prompt_of
+from tests.reference import greedy
+
+pytestmark = pytest.mark.cluster
+
+Tiny = Callable[[str], Path]
+MAX_TOKENS = 300
+
+
+def stream_through(
+    cluster: Cluster, prompt: list[int], disturb: Callable[[], Any], after: int, **sampling: Any
+) -> tuple[list[int], int]:
+    """Streams, calls `disturb` once `after` tokens have come, and gives (ids, attempts)."""
+    ids: list[int] = []
+    disturbed = False
+    options = {"temperature": 0.0, "ignore_eos": True, "max_tokens": MAX_TOKENS} | sampling
+    with cluster.client.stream(prompt, **options) as stream:
+        for chunk in stream:
+            ids += chunk.token_ids
+            if not disturbed and len(ids) >= after:
+                disturbed = True
+                disturb()
+        result = stream.result()
+    assert disturbed
+    return ids, result.attempts
+
+
+def busy(cluster: Cluster, role: str) -> Process:
+    """The one worker of this role that has an attempt."""
+    worker_id = wait_for("a busy worker", lambda: [w["id"] for w in cluster.workers_of(role) if w["attempts"]])[0]
+    return cluster.process_of(worker_id)
+
+
+def test_killed_decode_worker_ends_the_stream(two_by_three: Cluster, tiny: Tiny) -> None:
+    prompt = prompt_of(60, seed=1)
+    ids, attempts = stream_through(two_by_three, prompt, lambda: busy(two_by_three, "decode").kill(), after=20)
+    assert ids == greedy(tiny("gemma2"), prompt, MAX_TOKENS)
+    assert attempts == 2
+
+
+def test_killed_engine_is_not_missed(two_by_three: Cluster, tiny: Tiny) -> None:
+    """The front lives on without its engine for no longer than it takes to say so."""
+    prompt = prompt_of(60, seed=2)
+
+    def kill_engine() -> None:
+        os.kill(busy(two_by_three, "decode").engine_pid(), signal.SIGKILL)
+
+    ids, attempts = stream_through(two_by_three, prompt, kill_engine, after=20)
+    assert ids == greedy(tiny("gemma2"), prompt, MAX_TOKENS)
+    assert attempts == 2
+
+
+def test_frozen_decode_worker_freezes_the_stream(two_by_three: Cluster, tiny: Tiny) -> None:
+    """Front and engine stop without dying; the heartbeat finds out, and when they wake they do no harm."""
+    prompt = prompt_of(60, seed=3)
+    frozen: list[int] = []
+
+    def freeze() -> None:
+        process = busy(two_by_three, "decode")
+        frozen.extend([process.engine_pid(), process.pid])
+        for pid in frozen:
+            os.kill(pid, signal.SIGSTOP)
+
+    ids, attempts = stream_through(two_by_three, prompt, freeze, after=20)
+    assert ids == greedy(tiny("gemma2"), prompt, MAX_TOKENS)
+    assert attempts == 2
+    for pid in frozen:
+        os.kill(pid, signal.SIGCONT)
+    wait_for("the frozen worker to join again", lambda: len(two_by_three.state()["workers"]) == 5)
+    two_by_three.wait_ready(5)
+
+
+def test_killed_prefill_worker_is_waited_for(two_by_three: Cluster, tiny: Tiny) -> None:
+    """One of the two dies between requests: the next ones notice nothing."""
+    two_by_three.of_role("prefill")[0].kill()
+    for seed in range(4):
+        prompt = prompt_of(60, seed)
+        answer = two_by_three.client.generate(prompt, max_tokens=8, temperature=0.0, ignore_eos=True)
+        assert list(answer.token_ids) == greedy(tiny("gemma2"), prompt, 8)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"kind": "drop", "message": "Blocks", "nth": 1},
+        {"kind": "drop", "message": "Finish", "nth": 1},
+        {"kind": "corrupt", "message": "Blocks", "nth": 1},
+        {"kind": "duplicate", "message": "Blocks", "count": 0},
+        {"kind": "cut", "message": "Finish", "nth": 1},
+    ],
+    ids=lambda rule: f"{rule['kind']}-{rule['message']}",
+)
+def test_damaged_link_reaches_the_client(rule: dict[str, Any], pair: Cluster, tiny: Tiny, tmp_path: Path) -> None:
+    """C31, C32: over real sockets, a prefill worker with a bad link; the text is exact and all blocks come back."""
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"seed": 1, "rules": [rule]}))
+    pair.of_role("prefill")[0].kill()
+    pair.add("prefill", fault_plan=plan, transfer_timeout="1s")
+    pair.wait_ready(2)
+    prompt = prompt_of(100)
+    answer = pair.client.generate(prompt, max_tokens=10, temperature=0.0, ignore_eos=True)
+    assert list(answer.token_ids) == greedy(tiny("llama"), prompt, 10)
+    assert answer.attempts == (1 if rule["kind"] == "duplicate" else 2)
+    pair.wait_drained()

@@ -1,0 +1,101 @@
+"""Workers that come late, do not fit, or leave: who gets work, who is refused, and what readiness says meanwhile."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from splitserve.service.errors import Unavailable
+from tests.cluster.harness import Cluster, wait_for
+from tests.cluster.test_exact import prompt_of
+
+pytestmark = pytest.mark.cluster
+
+Tiny = Callable[[str], Path]
+
+
+def test_late_worker_gets_nothing_from_the_queue(tiny: Tiny) -> None:
+    """Two full decode workers and twenty requests in the queue; a third joins by itself and gets the next one."""
+    cluster = Cluster(tiny("llama"), decode=2, decode_flags={"max_num_seqs": 1})
+    try:
+        full = {worker["id"] for worker in cluster.workers_of("decode")}
+        with ThreadPoolExecutor(22) as pool:
+            answers = [
+                pool.submit(cluster.client.generate, prompt_of(20, seed), max_tokens=400, ignore_eos=True)
+                for seed in range(22)
+            ]
+            wait_for("twenty queued requests", lambda: cluster.state()["queue"]["requests"] == 20)
+            assert cluster.state()["queue"]["prompt_tokens"] == 400
+            cluster.add("decode")
+
+            def newcomer() -> dict[str, int] | None:
+                return next((w for w in cluster.workers_of("decode") if w["id"] not in full and w["attempts"]), None)
+
+            wait_for("the third worker to have an attempt", newcomer)
+            assert cluster.state()["queue"]["requests"] > 0
+            assert {len(answer.result().token_ids) for answer in answers} == {400}
+        cluster.wait_drained()
+        assert cluster.metric("splitserve_requests_total", outcome="length") == 22
+    finally:
+        cluster.close()
+
+
+def test_pools_that_differ_exchange_blocks(pair: Cluster) -> None:
+    """C05: another block size is refused at the handshake, field and both values named; the fitting pair goes on."""
+    odd = pair.add("decode", block_size=32)
+
+    def refusal() -> str | None:
+        details = [link["detail"] for worker in pair.workers_of("prefill") for link in worker["links"].values()]
+        return next((detail for detail in details if "block_size" in detail), None)
+
+    detail = wait_for("the refusal", refusal)
+    assert "16" in detail
+    assert "32" in detail
+    states = {worker["pid"]: worker["state"] for worker in pair.workers_of("decode")}
+    assert states[odd.pid] == "unreachable"
+    assert sorted(states.values()) == ["ready", "unreachable"]
+    for seed in range(6):
+        assert len(pair.client.generate(prompt_of(20, seed), max_tokens=2, ignore_eos=True).token_ids) == 2
+    assert next(w["steps"] for w in pair.workers_of("decode") if w["pid"] == odd.pid) == 0
+
+
+def test_cluster_without_a_pair_is_ready(tiny: Tiny) -> None:
+    """C05, C36, C69: not ready and an immediate refusal, until blocks can flow; then the first request succeeds."""
+    cluster = Cluster(tiny("llama"), prefill=0, decode=0)
+    try:
+        ready = cluster.http.get("/health/ready")
+        assert ready.status_code == 503
+        with pytest.raises(Unavailable, match="no prefill and no decode worker") as refusal:
+            cluster.client.generate("hello", max_tokens=1)
+        assert refusal.value.retry_after_s is not None
+        cluster.add("decode", dtype="bfloat16")
+        cluster.add("prefill")
+        wait_for("two workers", lambda: len(cluster.state()["workers"]) == 2)
+        wait_for("the mismatch", lambda: "dtype" in cluster.http.get("/health/ready").text)
+        with pytest.raises(Unavailable, match="dtype"):
+            cluster.client.generate("hello", max_tokens=1)
+        cluster.add("decode")
+        wait_for("readiness", lambda: cluster.http.get("/health/ready").status_code == 200)
+        assert cluster.client.model_info().ready
+        assert len(cluster.client.generate("hello", max_tokens=1, ignore_eos=True).token_ids) == 1
+    finally:
+        cluster.close()
+
+
+def test_worker_of_another_model_joins(pair: Cluster, tiny: Tiny) -> None:
+    stranger = pair.add("decode", model=tiny("gemma2"))
+    wait_for("the refusal", lambda: any("this router serves" in line for line in stranger.lines + pair.router.lines))
+    assert len(pair.state()["workers"]) == 2
+
+
+def test_start_with_a_wrong_setting_is_retried_for_ever(pair: Cluster, tmp_path: Path) -> None:
+    """Exit status 78 and the reason in the log: no such model, no room for one block, a fault plan outside of tests."""
+    for flags, reason in (
+        ({"model": tmp_path}, "is not a model directory"),
+        ({"kv_cache_memory": "1KiB"}, "hold no block"),
+        ({"fault_plan": tmp_path / "none.json"}, "fault plan"),
+    ):
+        process = pair.add("decode", **flags)
+        assert process.popen.wait(60) == 78
+        wait_for(f"the reason {reason!r}", lambda p=process, r=reason: any(r in line for line in p.lines), 10)
