@@ -212,7 +212,10 @@ class KVAgent:
     def _shut_down(self) -> None:
         with self._lock:
             self._is_open = False
-        self._run_commands()  # what was asked before the end is answered too
+        try:
+            self._run_commands()  # what was asked before the end is answered too
+        except Exception:
+            log.exception("kv request failed while closing", worker_id=self._worker_id)
         self._carrier.close()
         self._node.sink.close()
         self._node.source.close()

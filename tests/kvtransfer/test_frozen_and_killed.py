@@ -2,13 +2,20 @@
 
 import dataclasses
 
+import pytest
+
+from kvtransfer.carrier import Connected
 from kvtransfer.events import FailureReason, LinkDown, LinkUp, TransferAcked, TransferComplete, TransferFailed
-from kvtransfer.settings import KVSettings
+from kvtransfer.messages import Ping, encode
+from kvtransfer.settings import MIB, KVSettings
 from kvtransfer.ticket import Ticket
+from kvtransfer.zeromq import ZeroMQCarrier
 from tests.kvtransfer.sink_process import WINDOW_BYTES, sink_process
 from tests.kvtransfer.worlds import ByteStore, Worker, World, connect, keys_for
 
 HASTY = KVSettings(frame_bytes=16 * 1024, ping_interval_s=0.2, ping_timeout_s=1.0, transfer_timeout_s=2.0)
+# Only the transport's own word can end a transfer within the test's patience.
+PATIENT = KVSettings(ping_interval_s=3600.0, ping_timeout_s=3600.0, transfer_timeout_s=3600.0, idle_timeout_s=3600.0)
 NUM_MANY = 3000
 
 
@@ -63,9 +70,31 @@ def test_a_cancel_unpins_what_the_transport_still_reads(zmq_net: World) -> None:
         assert order.index(LinkDown) < order.index(TransferFailed), "unpinned while the link could still read"
 
 
+@pytest.mark.parametrize("sizes", [(16 * MIB, 1024), (1024, 16 * MIB)])
+def test_a_small_frame_speaks_for_a_large_one(sizes: tuple[int, int]) -> None:
+    """C76: ZeroMQ copies a small frame and calls it sent at once; the large one beside it is still being read."""
+    carrier = ZeroMQCarrier()
+    carrier.start()
+    try:
+        with sink_process("d0", block_nbytes=16 * MIB) as frozen:
+            link = carrier.connect(frozen.endpoint)
+            while not [event for event in carrier.poll(1.0) if isinstance(event, Connected)]:
+                assert frozen.process.poll() is None
+            frozen.freeze()
+            handle = carrier.send(link, encode(Ping()), [memoryview(bytearray(size)) for size in sizes])
+            for _ in range(20):
+                carrier.poll(0.01)
+                assert not handle.done
+            frozen.thaw()
+            while not handle.done:
+                carrier.poll(0.01)
+    finally:
+        carrier.close()
+
+
 def test_a_restarted_sink_poisons_its_peers(zmq_net: World) -> None:
     """C33, C78: killed and restarted at the same address three times; each successor gets its blocks at once."""
-    source = zmq_net.worker("p0", num_blocks=16, block_nbytes=4096)
+    source = zmq_net.worker("p0", num_blocks=16, block_nbytes=4096, settings=PATIENT)
     survivor = zmq_net.worker("d1", num_blocks=16, block_nbytes=4096)
     port = 0
     for life in range(3):
@@ -86,7 +115,7 @@ def test_a_restarted_sink_poisons_its_peers(zmq_net: World) -> None:
 
 def test_a_killed_source_leaves_its_sink_waiting(zmq_net: World) -> None:
     """The sink hears of the end of a link at once, long before the transfer's own deadline."""
-    source, sink = zmq_net.worker("p0"), zmq_net.worker("d0")
+    source, sink = zmq_net.worker("p0", settings=PATIENT), zmq_net.worker("d0", settings=PATIENT)
     connect(source, sink)
     source.agent.open(sink.ticket_for("t", [0, 1], timeout_s=3600.0))
     source.agent.send("t", [(0, 0)])
