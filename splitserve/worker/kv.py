@@ -4,9 +4,13 @@ import ipaddress
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from kvtransfer.agent import KVAgent
+from kvtransfer.carrier import Carrier
 from kvtransfer.events import KVEvent
+from kvtransfer.fault_plan import load_fault_plan
+from kvtransfer.faults import FaultyCarrier
 from kvtransfer.fingerprint import Fingerprint
 from kvtransfer.settings import KVSettings
 from kvtransfer.store import BlockStore
@@ -30,9 +34,11 @@ def make_agent(
 
     Raises `Unavailable` when the worker has to find out its own address and cannot, see `advertised_host`.
     """
-    carrier = ZeroMQCarrier(
+    carrier: Carrier = ZeroMQCarrier(
         ZeroMQSettings(bind=config.bind, advertise=advertised_host(config), max_block_bytes=store.block_nbytes)
     )
+    if config.fault_plan:
+        carrier = FaultyCarrier(carrier, load_fault_plan(Path(config.fault_plan)))
     settings = KVSettings(transfer_timeout_s=config.transfer_timeout)
     return KVAgent(
         worker_id=worker_id,
