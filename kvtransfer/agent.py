@@ -17,7 +17,15 @@ import structlog
 from kvtransfer.carrier import Carrier, LinkId, SendHandle
 from kvtransfer.counters import Counters, KVStats
 from kvtransfer.endpoint import KVEndpoint
-from kvtransfer.events import AgentStopped, KVEvent, Side, TransferAcked, TransferComplete, TransferFailed
+from kvtransfer.events import (
+    AgentStopped,
+    FailureReason,
+    KVEvent,
+    Side,
+    TransferAcked,
+    TransferComplete,
+    TransferFailed,
+)
 from kvtransfer.fingerprint import Fingerprint
 from kvtransfer.messages import AnyMessage, encode
 from kvtransfer.node import Node
@@ -219,6 +227,10 @@ class KVAgent:
         self._carrier.close()
         self._node.sink.close()
         self._node.source.close()
+        with self._lock:
+            forgotten = list(self._live)
+        for side, transfer_id in forgotten:  # only after an error: requests that were never carried out
+            self._emit(TransferFailed(transfer_id, side, FailureReason.SHUTDOWN, "the KV thread ended by an error"))
 
     def _emit(self, event: KVEvent) -> None:
         match event:

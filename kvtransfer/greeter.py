@@ -6,6 +6,7 @@ A link has no rights before a good hello, and loses them with the first message 
 from dataclasses import dataclass
 
 from kvtransfer.carrier import LinkId
+from kvtransfer.counters import Counters
 from kvtransfer.fingerprint import Fingerprint, mismatch
 from kvtransfer.health import LinkHealth, Verdict
 from kvtransfer.messages import PROTOCOL_VERSION, Hello, Ping, Refused, Welcome, shorten
@@ -32,6 +33,7 @@ class Greeter:
         sink: Sink,
         outbox: Outbox,
         settings: KVSettings,
+        counters: Counters,
         clock: Clock,
     ) -> None:
         self._worker_id = worker_id
@@ -40,8 +42,14 @@ class Greeter:
         self._sink = sink
         self._outbox = outbox
         self._settings = settings
+        self._counters = counters
         self._clock = clock
+        # Links that have connected, by path; nobody until their hello.
+        self._paths: dict[LinkId, str] = {}
         self._guests: dict[LinkId, Guest] = {}
+
+    def connected(self, link: LinkId, path: str) -> None:
+        self._paths[link] = path
 
     def guest(self, link: LinkId) -> str | None:
         """The admitted source on this link."""
@@ -58,6 +66,7 @@ class Greeter:
             self.refuse(link, refusal)
             return
         self._guests.setdefault(link, Guest(hello.worker_id, LinkHealth(self._settings, self._clock())))
+        self._counters.path(hello.worker_id, self._paths.get(link, ""))
         self._outbox.send(link, Welcome(self._worker_id, self._settings.window_bytes, self._max_message_bytes))
 
     def refuse(self, link: LinkId, detail: str) -> None:
@@ -73,6 +82,7 @@ class Greeter:
         return mismatch(self._fingerprint, hello.fingerprint)
 
     def lost(self, link: LinkId, reason: str) -> None:
+        self._paths.pop(link, None)
         if self._guests.pop(link, None) is not None:
             self._sink.link_lost(link, reason)
 

@@ -81,6 +81,7 @@ class Node:
             sink=self.sink,
             outbox=outbox,
             settings=settings,
+            counters=counters,
             clock=clock,
         )
 
@@ -88,8 +89,8 @@ class Node:
         match event:
             case Connected(link=link, path=path, is_incoming=False):
                 self.dialer.connected(link, path)
-            case Connected():
-                pass  # an incoming link is nobody until its hello
+            case Connected(link=link, path=path):
+                self.greeter.connected(link, path)
             case Disconnected(link=link, reason=reason):
                 self.lost(link, reason)
             case Received():

@@ -278,7 +278,8 @@ class Source:
         self._settle(transfer)
 
     def _settle(self, transfer: SourceTransfer) -> None:
-        if not transfer.is_ended or transfer.is_readable_by_transport:
+        is_known = self._transfers.get(transfer.transfer_id) is transfer
+        if not is_known or not transfer.is_ended or transfer.is_readable_by_transport:
             return
         self._forget(transfer)
         if transfer.acked_after is not None:
@@ -292,8 +293,7 @@ class Source:
         self._outbox.emit(TransferFailed(transfer.transfer_id, Side.SOURCE, reason, detail))
 
     def _forget(self, transfer: SourceTransfer) -> None:
-        if self._transfers.pop(transfer.transfer_id, None) is None:
-            return
+        del self._transfers[transfer.transfer_id]
         ready = self._links.get(transfer.link) if transfer.link is not None else None
         if ready is not None:
             ready.transfers.pop(transfer.transfer_id, None)

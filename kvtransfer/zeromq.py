@@ -90,11 +90,12 @@ class ZeroMQCarrier:
             outgoing.close()
         self._outgoing.clear()
         self._incoming.close()
-        self._wake_receiver.close(linger=0)
         with self._wake_lock:
+            # Before its other end, or a wake in between would find nobody to send to.
             if self._wake_sender is not None:
                 self._wake_sender.close(linger=0)
             self._wake_sender = None
+        self._wake_receiver.close(linger=0)
         self._context.term()
         if self._ipc is not None:
             self._ipc.remove()

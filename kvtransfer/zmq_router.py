@@ -73,7 +73,7 @@ class IncomingLinks:
                 link = next(self._ids)
                 self._links[identity] = link
                 self._identities[link] = identity
-                yield Connected(link, "zeromq", is_incoming=True)
+                yield Connected(link, _path_of(frames), is_incoming=True)
             if not 0 < len(frames) <= MAX_FRAMES:
                 # No message of ours has so few or so many frames; an empty header says so to the protocol.
                 yield Received(link, memoryview(b""), ())
@@ -131,3 +131,11 @@ class IncomingLinks:
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
         self.socket.close(linger=0)
+
+
+def _path_of(frames: Sequence[zmq.Frame]) -> str:
+    """How this message came: over ipc the peer's address is its process, as "host:uid:gid:pid"."""
+    try:
+        return "ipc" if str(frames[0].get("Peer-Address")).startswith("localhost:") else "tcp"
+    except (IndexError, zmq.ZMQError):
+        return "tcp"

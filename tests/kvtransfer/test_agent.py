@@ -3,9 +3,11 @@
 import dataclasses
 import subprocess
 import sys
+import threading
 
 import pytest
 
+from kvtransfer.agent import KVAgent
 from kvtransfer.counters import MAX_PEERS, Counters
 from kvtransfer.events import (
     AgentStopped,
@@ -20,6 +22,7 @@ from kvtransfer.events import (
 )
 from kvtransfer.health import LinkHealth, Verdict
 from kvtransfer.settings import KVSettings
+from splitserve.service.errors import Unavailable
 from tests.kvtransfer.worlds import ByteStore, World, connect, keys_for
 
 
@@ -56,6 +59,31 @@ def test_a_thread_dies_in_silence(net: World) -> None:
         assert isinstance(failed, TransferFailed)
         assert failed.reason is FailureReason.SHUTDOWN
     assert source.seen.wait(TransferFailed, "t").reason is FailureReason.LINK_LOST
+
+
+class UnreadableStore(ByteStore):
+    """Fails in a way that nobody foresaw, at the source."""
+
+    def view(self, block_id: int) -> memoryview:
+        raise RuntimeError("the pool is gone")
+
+
+def test_requests_behind_a_fatal_one_are_never_answered(net: World) -> None:
+    """Each of them has its terminal event before the owner hears that the thread has ended."""
+    source, sink = net.worker("p0", store=UnreadableStore(4, 1024)), net.worker("d0")
+    connect(source, sink)
+    names = [f"t{i}" for i in range(20)]
+    tickets = [sink.ticket_for(name, [i]) for i, name in enumerate(names)]
+    opened = []
+    for ticket in tickets:
+        try:
+            source.push(ticket, [0])
+        except Unavailable:
+            break  # it has ended already
+        opened.append(ticket.transfer_id)
+    source.seen.wait(AgentStopped)
+    assert opened
+    assert [len(source.seen.terminal(name)) for name in opened] == [1] * len(opened)
 
 
 def test_a_block_that_cannot_be_written_stops_the_sink(net: World) -> None:
@@ -182,6 +210,30 @@ def test_restarts_fill_the_counters() -> None:
     stats = counters.snapshot()
     assert len(stats.peers) == MAX_PEERS
     assert stats.bytes_sent == (MAX_PEERS + 10) * 10
+
+
+def test_a_request_during_close_breaks(zmq_net: World) -> None:
+    """Wakes from other threads while the sockets go away."""
+    for i in range(30):
+        agent = zmq_net.worker(f"d{i}").agent
+        is_done = threading.Event()
+        errors: list[Exception] = []
+
+        def wake_again_and_again(
+            agent: KVAgent = agent, is_done: threading.Event = is_done, errors: list[Exception] = errors
+        ) -> None:
+            try:
+                while not is_done.is_set():
+                    agent.close()
+            except Exception as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=wake_again_and_again)
+        thread.start()
+        agent.close()
+        is_done.set()
+        thread.join()
+        assert errors == []
 
 
 def test_transfers_need_torch() -> None:

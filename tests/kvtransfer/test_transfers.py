@@ -99,7 +99,10 @@ def test_the_path_in_use_is_hidden(net: World) -> None:
     source, sink = net.worker("p0"), net.worker("d0")
     connect(source, sink)
     assert source.seen.wait(LinkUp) == LinkUp("d0", net.transport)
+    source.push(sink.ticket_for("t", [0]), [0])
+    source.seen.wait(TransferAcked)
     assert source.agent.stats().peers["d0"].path == net.transport
+    assert sink.agent.stats().peers["p0"].path == net.transport
 
 
 @pytest.mark.parametrize(
@@ -158,6 +161,11 @@ def test_closing_leaves_a_transfer_without_an_end(net: World) -> None:
     ends = [sink.seen.terminal(name) for name in ("open", "silent")]
     assert all(isinstance(end, TransferFailed) and end.reason is FailureReason.SHUTDOWN for (end,) in ends)
     assert source.seen.wait(TransferFailed, "open").reason is FailureReason.LINK_LOST
+    source.agent.open(Ticket("unlinked", "d9", 0, 1))
+    source.agent.close()
+    (end,) = source.seen.terminal("unlinked")
+    assert isinstance(end, TransferFailed)
+    assert end.reason is FailureReason.SHUTDOWN
     with pytest.raises(Unavailable):
         sink.agent.expect("late", [3], 0, 30.0)
     sink.agent.cancel("open", "too late")
