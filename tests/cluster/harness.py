@@ -39,7 +39,9 @@ class Process:
 
     role: str
     popen: "subprocess.Popen[str]"
-    flags: dict[str, Any]
+    is_plain: bool = True
+    "Started with the cluster's own flags and no others."
+    is_killed: bool = False
     events: list[dict[str, Any]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
 
@@ -69,6 +71,7 @@ class Process:
 
     def kill(self) -> None:
         """SIGKILL to the front and its engine, as when a machine dies."""
+        self.is_killed = True
         pids = [self.pid]
         with contextlib.suppress(IndexError, OSError):
             pids.append(self.engine_pid())
@@ -129,7 +132,7 @@ class Cluster:
         popen = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment, bufsize=1
         )
-        process = Process(role, popen, flags)
+        process = Process(role, popen)
         threading.Thread(target=_read_log, args=(process,), daemon=True).start()
         return process
 
@@ -137,6 +140,7 @@ class Cluster:
         """Starts one more worker and returns at once."""
         own = {"model": self.model, "router": self._internal, "http_port": 0}
         process = self._start(role, own | self._flags | self._role_flags[role] | flags)
+        process.is_plain = not flags
         self.workers.append(process)
         return process
 
@@ -147,7 +151,7 @@ class Cluster:
         """Brings the cluster to what it was made with: dead workers are replaced, extra ones stopped."""
         for role, wanted in self._wanted.items():
             present = self.of_role(role)
-            plain = [worker for worker in present if self._is_plain(worker)]
+            plain = [worker for worker in present if worker.is_plain]
             for extra in [worker for worker in present if worker not in plain[:wanted]]:
                 extra.stop()
             for _ in range(wanted - len(plain[:wanted])):
@@ -155,18 +159,12 @@ class Cluster:
         self.workers = [worker for worker in self.workers if worker.popen.poll() is None]
         self.wait_ready(sum(self._wanted.values()))
 
-    def _is_plain(self, worker: Process) -> bool:
-        expected = self._flags | self._role_flags[worker.role]
-        return all(worker.flags.get(name) == value for name, value in expected.items()) and "fault_plan" not in (
-            worker.flags.keys() - expected.keys()
-        )
-
     def wait_ready(self, num_workers: int) -> None:
         """Until that many workers are joined and each can exchange blocks with every one of the other role."""
 
         def is_ready() -> bool:
             for worker in self.workers:
-                assert worker.popen.poll() is None, "\n".join(worker.lines[-15:])
+                assert worker.is_killed or worker.popen.poll() is None, "\n".join(worker.lines[-15:])
             workers = self.state()["workers"]
             prefills = [w for w in workers if w["role"] == "prefill"]
             decodes = {w["id"] for w in workers if w["role"] == "decode"}
