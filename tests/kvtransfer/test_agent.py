@@ -3,11 +3,10 @@
 import dataclasses
 import subprocess
 import sys
-import threading
 
 import pytest
+import zmq
 
-from kvtransfer.agent import KVAgent
 from kvtransfer.counters import MAX_PEERS, Counters
 from kvtransfer.events import (
     AgentStopped,
@@ -22,6 +21,7 @@ from kvtransfer.events import (
 )
 from kvtransfer.health import LinkHealth, Verdict
 from kvtransfer.settings import KVSettings
+from kvtransfer.zeromq import ZeroMQCarrier
 from splitserve.service.errors import Unavailable
 from tests.kvtransfer.worlds import ByteStore, World, connect, keys_for
 
@@ -212,28 +212,22 @@ def test_restarts_fill_the_counters() -> None:
     assert stats.bytes_sent == (MAX_PEERS + 10) * 10
 
 
-def test_a_request_during_close_breaks(zmq_net: World) -> None:
-    """Wakes from other threads while the sockets go away."""
-    for i in range(30):
-        agent = zmq_net.worker(f"d{i}").agent
-        is_done = threading.Event()
-        errors: list[Exception] = []
+def test_a_request_during_close_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread wakes the carrier at the worst moment: when the receiving end has just gone."""
+    carrier = ZeroMQCarrier()
+    carrier.start()
+    receiver = carrier._wake_receiver
 
-        def wake_again_and_again(
-            agent: KVAgent = agent, is_done: threading.Event = is_done, errors: list[Exception] = errors
-        ) -> None:
-            try:
-                while not is_done.is_set():
-                    agent.close()
-            except Exception as error:
-                errors.append(error)
+    class WakesWhenClosed:
+        def close(self, linger: int) -> None:
+            receiver.close(linger=linger)
+            while carrier._wake_sender is not None and carrier._wake_sender.poll(0, zmq.POLLOUT):
+                pass  # until the sending end has noticed
+            carrier.wake()
 
-        thread = threading.Thread(target=wake_again_and_again)
-        thread.start()
-        agent.close()
-        is_done.set()
-        thread.join()
-        assert errors == []
+    monkeypatch.setattr(carrier, "_wake_receiver", WakesWhenClosed())
+    carrier.close()
+    carrier.wake()
 
 
 def test_transfers_need_torch() -> None:
