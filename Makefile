@@ -39,7 +39,8 @@ wheel: $(STAMP)
 # The constraints pin every version; torch comes first and alone, so that no other package's range picks its build.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "splitserve needs Python 3.11 or newer; set PYTHON=..." >&2; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@# An environment without pip is what an interrupted start, or a Python without ensurepip, leaves behind.
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[serve,dev]'
 	touch $(STAMP)
