@@ -1,4 +1,4 @@
-"""The wire: one msgpack header per message, typed and bounded; Blocks is followed by raw frames, one per block.
+"""The wire: one header per message, a checksum and typed msgpack; Blocks is followed by raw frames, one per block.
 
 Used by the protocol machines, and by the fault wrapper to tell messages apart. Nothing here is ever pickled: a header
 decodes to exactly one of these types within these limits, or the link it came from ends.
@@ -21,6 +21,7 @@ MAX_BLOCKS_PER_MESSAGE = 256
 MAX_DETAIL_CHARS = 1_000
 MAX_KEY_BYTES = 32
 DIGEST_BYTES = 16
+CHECKSUM_BYTES = 8
 
 Id = Annotated[str, Meta(min_length=1, max_length=256)]
 Detail = Annotated[str, Meta(max_length=MAX_DETAIL_CHARS)]
@@ -121,10 +122,15 @@ class Cancel(Message, frozen=True, tag="Cancel"):
 
 
 class Closed(Message, frozen=True, tag="Closed"):
-    """Sink → source: nothing of this transfer is or will be taken. It follows all that the sink read before it."""
+    """Sink → source: nothing of this transfer is or will be taken.
+
+    With `is_answer` it answers a Cancel, so the sink has read all that the source sent before that. Without, blocks of
+    the transfer may still be under way.
+    """
 
     transfer_id: Id
     detail: Detail
+    is_answer: bool = False
 
 
 AnyMessage = Hello | Welcome | Refused | Ping | Pong | Open | Blocks | BlocksAck | Finish | Acked | Cancel | Closed
@@ -138,15 +144,24 @@ class BadMessageError(ValueError):
 
 
 def encode(message: AnyMessage) -> bytes:
-    return _encoder.encode(message)
+    return seal(_encoder.encode(message))
+
+
+def seal(body: bytes) -> bytes:
+    """Puts the checksum in front."""
+    return xxhash.xxh3_64_digest(body) + body
 
 
 def decode(header: memoryview | bytes) -> AnyMessage:
-    """Raises BadMessageError for anything that is not one complete, typed, bounded message."""
+    """Raises BadMessageError for anything that is not one complete, undamaged, typed, bounded message."""
     if len(header) > MAX_HEADER_BYTES:
         raise BadMessageError(f"header of {len(header)} bytes, the limit is {MAX_HEADER_BYTES}")
+    checksum, body = header[:CHECKSUM_BYTES], header[CHECKSUM_BYTES:]
+    # Blocks have digests of their own; this one guards the first token and its like, which nothing else would.
+    if xxhash.xxh3_64_digest(body) != checksum:
+        raise BadMessageError(f"header of {len(header)} bytes that does not match its checksum")
     try:
-        return _decoder.decode(header)
+        return _decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BadMessageError(f"undecodable header of {len(header)} bytes: {error}") from error
 

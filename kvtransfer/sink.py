@@ -80,7 +80,7 @@ class Sink:
             if transfer is not None:
                 reason = reason_from_peer(message.reason)
                 self._fail(transfer, reason, f"the source gave up: {message.detail}", is_told=True)
-            self._outbox.send(link, Closed(message.transfer_id, "cancelled"))
+            self._outbox.send(link, Closed(message.transfer_id, "cancelled", is_answer=True))
         elif transfer is None:
             self._counters.dropped()
             self._outbox.send(link, Closed(message.transfer_id, self._why_closed(message.transfer_id)))

@@ -168,7 +168,7 @@ class Source:
         self._fail(transfer, reason_from_peer(cancel.reason), f"the sink gave up: {cancel.detail}")
 
     def _on_closed(self, ready: ReadyLink, transfer: SourceTransfer | None, closed: Closed) -> None:
-        if ready.closing.pop(closed.transfer_id, None) is not None:
+        if closed.is_answer and ready.closing.pop(closed.transfer_id, None) is not None:
             ready.credit.give_back_all(closed.transfer_id)
         elif transfer is not None and not transfer.is_ended:
             self._fail(transfer, FailureReason.CLOSED, closed.detail)

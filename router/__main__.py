@@ -64,6 +64,7 @@ class Router:
                 dispatcher=self._dispatcher,
                 limits=self._membership.limits,
                 metrics=metrics,
+                has_chat_template=tokenizer.has_chat_template,
             )
         )
         self._cluster = ClusterServicer(config, self._membership, uuid.uuid4().hex)

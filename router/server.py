@@ -54,6 +54,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         dispatcher: Dispatcher,
         limits: Callable[[], ClusterLimits],
         metrics: RouterMetrics,
+        has_chat_template: bool = False,
     ) -> None:
         self._model = model
         self._detokenizer = detokenizer
@@ -61,6 +62,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         self._dispatcher = dispatcher
         self._limits = limits
         self._metrics = metrics
+        self._has_chat_template = has_chat_template
 
     # The stubs know generators only. A coroutine that writes is gRPC's other form, and the safe one: when the client
     # leaves during a write, a generator stays suspended until it is collected; here `finally` runs at once.
@@ -104,6 +106,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             max_prompt_tokens=largest if limits.ready else 0,
             eos_token_ids=self._model.eos_token_ids,
             ready=limits.ready,
+            has_chat_template=self._has_chat_template,
         )
 
     async def Tokenize(  # noqa: N802

@@ -1,7 +1,7 @@
 """Keeps the committed stubs equal to what proto/ generates.
 
-    python -m tests.proto_freshness           fails when a stub is stale
-    python -m tests.proto_freshness --write   makes the stubs anew
+python -m tests.proto_freshness           fails when a stub is stale
+python -m tests.proto_freshness --write   makes the stubs anew
 """
 
 import sys

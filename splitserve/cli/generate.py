@@ -8,7 +8,7 @@ from cyclopts import Parameter
 
 from splitserve.cli.options import Connection, Sampling
 from splitserve.client.sync import Client, Stream
-from splitserve.client.types import Generation
+from splitserve.client.types import Generation, Message
 from splitserve.service.config import Positive
 from splitserve.service.errors import InvalidRequest
 
@@ -21,14 +21,16 @@ def generate(
     /,
     *,
     max_tokens: Positive = 256,
+    raw: bool = False,
     quiet: Annotated[bool, Parameter(alias="-q")] = False,
     request_id: str = "",
     sampling: Annotated[Sampling, Parameter(name="*")] = DEFAULT_SAMPLING,
     connection: Annotated[Connection, Parameter(name="*")] = DEFAULT_CONNECTION,
 ) -> None:
-    """Generate text from a prompt.
+    """Generate an answer to a prompt.
 
-    The text streams to stdout as it arrives, statistics follow on stderr. Ctrl-C cancels the request.
+    The text streams to stdout as it arrives, statistics follow on stderr. Ctrl-C cancels the request. A model that has
+    a chat template is asked with it; others, and every model with --raw, continue the text as it stands.
 
     Parameters
     ----------
@@ -36,6 +38,8 @@ def generate(
         The prompt. Without it, the prompt is read from stdin.
     max_tokens
         End after this many tokens.
+    raw
+        Continue the text as it stands, without the model's chat template.
     quiet
         No statistics.
     request_id
@@ -44,8 +48,11 @@ def generate(
     options = sampling.options(max_tokens, connection)
     options["request_id"] = request_id
     prompt = text if text is not None else _read_prompt()
-    with Client(connection.target) as client, client.stream(prompt, **options) as stream:
-        statistics = print_stream(stream)
+    with Client(connection.target) as client:
+        is_question = not raw and client.model_info(timeout=options["timeout"]).has_chat_template
+        turn: Message = {"role": "user", "content": prompt}
+        with client.stream([turn] if is_question else prompt, **options) as stream:
+            statistics = print_stream(stream)
     if not quiet:
         print(statistics, file=sys.stderr)  # noqa: T201
 

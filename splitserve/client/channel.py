@@ -4,10 +4,10 @@ import ipaddress
 import os
 from urllib.parse import urlsplit
 
+from splitserve.service.limits import GRPC_MESSAGE_OPTIONS
+
 DEFAULT_TARGET = "localhost:50051"
 TARGET_VARIABLE = "SPLITSERVE_TARGET"
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-"""Fits the longest prompt that the router documents, as token ids of up to ten bytes each."""
 
 
 def resolve_target(target: str | None) -> str:
@@ -17,8 +17,7 @@ def resolve_target(target: str | None) -> str:
 
 def channel_options(target: str) -> list[tuple[str, int]]:
     options = [
-        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        *GRPC_MESSAGE_OPTIONS,
         # A router that has just come up is found within a second; gRPC's own back-off grows to two minutes.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 1000),

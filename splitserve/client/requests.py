@@ -87,6 +87,7 @@ def model_info(response: inference_pb2.GetModelInfoResponse) -> ModelInfo:
         max_prompt_tokens=response.max_prompt_tokens,
         eos_token_ids=tuple(response.eos_token_ids),
         ready=response.ready,
+        has_chat_template=response.has_chat_template,
     )
 
 

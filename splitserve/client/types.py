@@ -88,7 +88,7 @@ class ModelInfo:
     """The served model and the limits of a request, in tokens.
 
     `max_model_len` bounds prompt + output. `max_prompt_tokens` is what the workers of this moment can take, 0 while no
-    pair of workers is ready.
+    pair of workers is ready. Without `has_chat_template` a chat cannot be rendered.
     """
 
     model: str
@@ -98,3 +98,4 @@ class ModelInfo:
     max_prompt_tokens: int
     eos_token_ids: tuple[int, ...]
     ready: bool
+    has_chat_template: bool

@@ -401,6 +401,7 @@ class GetModelInfoResponse(_message.Message):
     MAX_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
+    HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     revision: _builtins.str
     vocab_size: _builtins.int
@@ -409,6 +410,8 @@ class GetModelInfoResponse(_message.Message):
     max_prompt_tokens: _builtins.int
     """Largest prompt that the workers joined at this moment can take, in tokens; 0 while no pair is ready."""
     ready: _builtins.bool
+    has_chat_template: _builtins.bool
+    """Whether the model comes with a chat template, so that `chat` prompts can be rendered."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -421,10 +424,11 @@ class GetModelInfoResponse(_message.Message):
         max_prompt_tokens: _builtins.int = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         ready: _builtins.bool = ...,
+        has_chat_template: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "max_model_len", b"max_model_len", "max_prompt_tokens", b"max_prompt_tokens", "model", b"model", "ready", b"ready", "revision", b"revision", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "has_chat_template", b"has_chat_template", "max_model_len", b"max_model_len", "max_prompt_tokens", b"max_prompt_tokens", "model", b"model", "ready", b"ready", "revision", b"revision", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -86,6 +86,16 @@ def test_piped_prompt_was_ignored(router: FakeRouter) -> None:
     assert router.requests[0].text == "from a pipe\n"
 
 
+def test_question_was_sent_as_a_text_to_continue(router: FakeRouter) -> None:
+    """A chat model asked without its template may say nothing at all; --raw is for who wants just that."""
+    router.has_chat_template = True
+    assert run("generate", "Where?", "--target", router.target).returncode == 0
+    assert run("generate", "Where?", "--target", router.target, "--raw").returncode == 0
+    asked, continued = router.requests
+    assert [(turn.role, turn.content) for turn in asked.chat.messages] == [("user", "Where?")]
+    assert continued.text == "Where?"
+
+
 def test_interrupt_left_the_request_running_or_hid_the_text(router: FakeRouter) -> None:
     process = subprocess.Popen(
         [*COMMAND, "generate", "forever", "--target", router.target],

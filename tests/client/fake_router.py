@@ -40,6 +40,7 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer):
         self.streaming = threading.Event()  # a "forever" answer is under way
         self.cancelled = threading.Event()  # the caller of a "forever" answer is gone
         self.target = ""
+        self.has_chat_template = False
         self._max_message_bytes = max_message_bytes
         self._ready = threading.Event()
         self._loop = asyncio.new_event_loop()
@@ -86,6 +87,7 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer):
             max_prompt_tokens=32,
             eos_token_ids=[2],
             ready=True,
+            has_chat_template=self.has_chat_template,
         )
 
     async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Any) -> Any:

@@ -15,6 +15,7 @@ import zmq
 from kvtransfer.endpoint import KVEndpoint
 from kvtransfer.events import FailureReason, LinkRefused, LinkUp, TransferAcked, TransferFailed
 from kvtransfer.messages import (
+    CHECKSUM_BYTES,
     MAX_HEADER_BYTES,
     PROTOCOL_VERSION,
     Acked,
@@ -28,6 +29,7 @@ from kvtransfer.messages import (
     Welcome,
     decode,
     encode,
+    seal,
 )
 from kvtransfer.same_host import IpcDirectory, is_same_host
 from kvtransfer.zeromq import ZeroMQCarrier, ZeroMQSettings
@@ -38,19 +40,21 @@ HELLO = encode(Hello(PROTOCOL_VERSION, "stranger", "d0", FINGERPRINT))
 DIGEST = b"d" * 16
 BAD_MESSAGES: dict[str, list[bytes]] = {
     "empty": [b""],
+    "a checksum and nothing else": [seal(b"")],
     "text": [b"GET / HTTP/1.1"],
     "pickle": [pickle.dumps({"transfer_id": "t"})],
-    "an unknown type": [msgspec.msgpack.encode(["Exec", "rm"])],
-    "a truncated message": [encode(Open("t", 0, 1))[:-1]],
-    "trailing bytes": [encode(Open("t", 0, 1)) + b"\x00"],
-    "an empty id": [msgspec.msgpack.encode(["Open", "", 0, 1, ""])],
-    "a huge count": [msgspec.msgpack.encode(["Open", "t", 0, 2**40, ""])],
-    "a negative count": [msgspec.msgpack.encode(["Open", "t", -1, 1, ""])],
+    "an unknown type": [seal(msgspec.msgpack.encode(["Exec", "rm"]))],
+    "a truncated message": [seal(encode(Open("t", 0, 1))[CHECKSUM_BYTES:-1])],
+    "a damaged message": [encode(Open("t", 0, 1))[:-1] + b"x"],
+    "trailing bytes": [seal(encode(Open("t", 0, 1))[CHECKSUM_BYTES:] + b"\x00")],
+    "an empty id": [seal(msgspec.msgpack.encode(["Open", "", 0, 1, ""]))],
+    "a huge count": [seal(msgspec.msgpack.encode(["Open", "t", 0, 2**40, ""]))],
+    "a negative count": [seal(msgspec.msgpack.encode(["Open", "t", -1, 1, ""]))],
     "a message of the other side": [encode(Acked("t"))],
     "raw frames where none belong": [encode(Open("t", 0, 1)), b"surplus"],
     "a missing frame": [encode(Blocks("t", 0, [0, 1], [DIGEST, DIGEST], 0, 1)), b"x" * 1024],
     "too many frames": [encode(Blocks("t", 0, [0], [DIGEST], 0, 1)), *([b"x"] * 5000)],
-    "deep nesting": [b"\x91" * 100_000],
+    "deep nesting": [seal(b"\x91" * 100_000)],
 }
 
 
