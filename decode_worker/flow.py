@@ -49,6 +49,7 @@ class Sequence:
     token_ids: list[int]
     blocks: list[int]
     deadline: float
+    traceparent: str
     phase: Phase = field(default=Phase.RECEIVING)
 
     @property
@@ -124,6 +125,7 @@ class DecodeEngine:
             token_ids=token_ids,
             blocks=blocks,
             deadline=time.monotonic() + command.timeout_s,
+            traceparent=command.traceparent,
         )
         self._sequences[sequence.attempt] = sequence
         self._by_transfer[sequence.transfer_id] = sequence
@@ -208,6 +210,13 @@ class DecodeEngine:
         self._release(sequence, message)
 
     def _report_end(self, sequence: Sequence, reason: Reason, message: str) -> None:
+        log.warning(
+            "attempt ended",
+            attempt=sequence.attempt,
+            reason=reason.value,
+            detail=message,
+            traceparent=sequence.traceparent,
+        )
         self._publish(
             messages.AttemptEnded(session=sequence.session, attempt=sequence.attempt, reason=reason, message=message)
         )

@@ -139,21 +139,27 @@ class PrefillEngine:
 
     def _end(self, attempt: PrefillAttempt, reason: Reason, message: str) -> None:
         """Tells the router that the attempt is lost, then lets it go."""
-        if not attempt.released:
-            self._publish(
-                messages.AttemptEnded(session=attempt.session, attempt=attempt.attempt, reason=reason, message=message)
-            )
+        self._report_end(attempt, reason, message)
         self._release(attempt, message)
+
+    def _report_end(self, attempt: PrefillAttempt, reason: Reason, message: str) -> None:
+        if attempt.released:
+            return
+        log.warning(
+            "attempt ended",
+            attempt=attempt.attempt,
+            reason=reason.value,
+            detail=message,
+            traceparent=attempt.ticket.traceparent,
+        )
+        self._publish(
+            messages.AttemptEnded(session=attempt.session, attempt=attempt.attempt, reason=reason, message=message)
+        )
 
     def _transfer_failed(self, transfer_id: str, detail: str) -> None:
         attempt = self._by_transfer.get(transfer_id)
-        if attempt is not None and not attempt.released:
-            attempt.released = True
-            self._publish(
-                messages.AttemptEnded(
-                    session=attempt.session, attempt=attempt.attempt, reason=Reason.TRANSFER_FAILED, message=detail
-                )
-            )
+        if attempt is not None:
+            self._report_end(attempt, Reason.TRANSFER_FAILED, detail)
         self._forget(transfer_id)
 
     def _forget(self, transfer_id: str) -> None:

@@ -111,8 +111,9 @@ class Attempt:
         stage_began = clock()
         while unfinished:
             had_first, had_decode = self._has_first_token, self._decode_spoke
+            awaited = self.decode if had_first else self.prefill
             limit = self._config.token_timeout if had_first else self._config.prefill_timeout
-            arrived = self._arrived(await self._next(limit, seconds_left))
+            arrived = self._arrived(await self._next(awaited, limit, seconds_left))
             now = clock()
             if self._has_first_token and not had_first:
                 self._metrics.observe_stage(Stage.PREFILL, now - stage_began)
@@ -132,7 +133,7 @@ class Attempt:
         # The reservation outlives everything that this side waits for before the blocks must be there.
         timeout_s = 2 * self._config.reserve_timeout + self._config.prefill_timeout
         self.decode.channel.reserve(self.attempt_id, start, timeout_s, traceparent)
-        event = await self._next(self._config.reserve_timeout, seconds_left)
+        event = await self._next(self.decode, self._config.reserve_timeout, seconds_left)
         if not isinstance(event, Reserved):
             raise self._lost(Reason.INVALID, f"expected a reservation, got {type(event).__name__}", self.decode)
         return event.ticket
@@ -152,7 +153,7 @@ class Attempt:
         while True:
             self.prefill.channel.prefill(self.attempt_id, start, ticket, self._config.prefill_timeout, traceparent)
             try:
-                event = await self._next(max(until - clock(), 0.001), seconds_left)
+                event = await self._next(self.prefill, max(until - clock(), 0.001), seconds_left)
             except AttemptLostError as lost:
                 refused.add(self.prefill.worker_id)
                 may_go_on = not lost.is_failure and lost.worker == self.prefill.worker_id and clock() < until
@@ -163,8 +164,11 @@ class Attempt:
                 self._is_accepted = True
                 return
 
-    async def _next(self, limit_s: float, seconds_left: Callable[[], float]) -> AttemptEvent:
-        """The next event that is not the attempt's end. TimeoutError is the request's deadline, not the attempt's."""
+    async def _next(self, awaited: Worker, limit_s: float, seconds_left: Callable[[], float]) -> AttemptEvent:
+        """The next event that is not the attempt's end; `awaited` is at fault if there is none within `limit_s`.
+
+        TimeoutError is the request's deadline, not the attempt's.
+        """
         while True:
             if self._mailbox.empty():
                 left = seconds_left()
@@ -175,16 +179,13 @@ class Attempt:
                 except TimeoutError:
                     if left <= limit_s:
                         raise
-                    raise self._timed_out(limit_s) from None
+                    message = f"{awaited.worker_id} said nothing for {limit_s:g} s"
+                    raise self._lost(Reason.TIMEOUT, message, awaited) from None
             else:
                 event = self._mailbox.get_nowait()
             self._raise_if_over(event)
             if not self._is_moot(event):
                 return event
-
-    def _timed_out(self, limit_s: float) -> AttemptLostError:
-        silent = self.decode if self._has_first_token or not self.prefill else self.prefill
-        return self._lost(Reason.TIMEOUT, f"{silent.worker_id} said nothing for {limit_s:g} s", silent)
 
     def _is_moot(self, event: AttemptEvent) -> bool:
         """What a prefill worker says or suffers after its part is done; decode reports if the blocks did not arrive."""

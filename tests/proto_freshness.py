@@ -19,6 +19,9 @@ def generate(into: Path) -> dict[str, str]:
     protos = sorted(str(path) for path in (ROOT / "proto" / "splitserve" / "v1").glob("*.proto"))
     well_known = Path(protoc.__file__).parent / "_proto"
     options = [f"--{kind}_out={into}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
+    # The plugins are beside this interpreter, which need not be on the path.
+    programs = Path(sys.executable).parent
+    options += [f"--plugin=protoc-gen-{name}={programs / f'protoc-gen-{name}'}" for name in ("mypy", "mypy_grpc")]
     status = protoc.main(["protoc", f"-I{ROOT / 'proto'}", f"-I{well_known}", *options, *protos])
     if status != 0:
         raise SystemExit(f"protoc failed with status {status}")

@@ -90,6 +90,7 @@ class Reserve(Message, frozen=True):
     attempt: str
     start: Start
     timeout_s: float
+    traceparent: str = ""
 
 
 class Prefill(Message, frozen=True):

@@ -36,6 +36,7 @@ def to_command(message: pb.RouterMessage, session: int) -> messages.Command | No
                 attempt=reserve.attempt_id,
                 start=_start(reserve.start),
                 timeout_s=reserve.timeout_s,
+                traceparent=reserve.traceparent,
             )
         case "prefill":
             prefill = message.prefill
@@ -48,6 +49,8 @@ def to_command(message: pb.RouterMessage, session: int) -> messages.Command | No
                     sink_worker_id=prefill.ticket.sink_worker_id,
                     num_cached_blocks=prefill.ticket.num_cached_blocks,
                     num_blocks=prefill.ticket.num_blocks,
+                    # Rides in the headers of the transfer, so that a trace shows the hand-off.
+                    traceparent=prefill.traceparent,
                 ),
                 timeout_s=prefill.timeout_s,
             )

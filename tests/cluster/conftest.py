@@ -36,6 +36,7 @@ def pair(_one_pair: Cluster) -> Iterator[Cluster]:
     _one_pair.heal()
     yield _one_pair
     _one_pair.wait_drained()
+    _one_pair.heal()
 
 
 @pytest.fixture(scope="session")
@@ -51,3 +52,4 @@ def two_by_three(_two_by_three: Cluster) -> Iterator[Cluster]:
     _two_by_three.heal()
     yield _two_by_three
     _two_by_three.wait_drained()
+    _two_by_three.heal()

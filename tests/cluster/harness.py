@@ -42,6 +42,7 @@ class Process:
     is_plain: bool = True
     "Started with the cluster's own flags and no others."
     is_killed: bool = False
+    "The test ended it, or expects it to end."
     events: list[dict[str, Any]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
 
@@ -148,11 +149,17 @@ class Cluster:
         return [worker for worker in self.workers if worker.role == role and worker.popen.poll() is None]
 
     def heal(self) -> None:
-        """Brings the cluster to what it was made with: dead workers are replaced, extra ones stopped."""
+        """Brings the cluster to what it was made with: dead workers are replaced, extra ones stopped.
+
+        A worker that died although no test killed it has found a fault of ours, such as a block that nobody gave back.
+        """
+        for worker in self.workers:
+            assert worker.is_killed or worker.popen.poll() is None, "\n".join(worker.lines[-15:])
         for role, wanted in self._wanted.items():
             present = self.of_role(role)
             plain = [worker for worker in present if worker.is_plain]
             for extra in [worker for worker in present if worker not in plain[:wanted]]:
+                extra.is_killed = True
                 extra.stop()
             for _ in range(wanted - len(plain[:wanted])):
                 self.add(role)

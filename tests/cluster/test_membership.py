@@ -85,17 +85,20 @@ def test_cluster_without_a_pair_is_ready(tiny: Tiny) -> None:
 
 def test_worker_of_another_model_joins(pair: Cluster, tiny: Tiny) -> None:
     stranger = pair.add("decode", model=tiny("gemma2"))
+    stranger.is_killed = True
     wait_for("the refusal", lambda: any("this router serves" in line for line in stranger.lines + pair.router.lines))
     assert len(pair.state()["workers"]) == 2
 
 
-def test_start_with_a_wrong_setting_is_retried_for_ever(pair: Cluster, tmp_path: Path) -> None:
-    """Exit status 78 and the reason in the log: no such model, no room for one block, a fault plan outside of tests."""
+def test_start_with_a_wrong_setting_is_retried_for_ever(pair: Cluster, tiny: Tiny, tmp_path: Path) -> None:
+    """Exit status 78 and the reason in the log: no model, one that cannot be served, a pool without a block, no plan."""
     for flags, reason in (
         ({"model": tmp_path}, "is not a model directory"),
+        ({"model": tiny("bloom")}, "bloom"),
         ({"kv_cache_memory": "1KiB"}, "hold no block"),
         ({"fault_plan": tmp_path / "none.json"}, "fault plan"),
     ):
         process = pair.add("decode", **flags)
+        process.is_killed = True
         assert process.popen.wait(60) == 78
         wait_for(f"the reason {reason!r}", lambda p=process, r=reason: any(r in line for line in p.lines), 10)
