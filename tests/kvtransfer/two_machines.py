@@ -76,6 +76,7 @@ class TwoMachines:
         self.link: int | None = None
         self.num_links = 0
         self.num_damaged = 0
+        self.is_in_order = True
         self.connect()
 
     def connect(self) -> None:
