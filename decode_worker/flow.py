@@ -20,9 +20,9 @@ from splitserve.engine.allocator import BlockAllocator
 from splitserve.engine.batch import Segment
 from splitserve.engine.block_keys import block_keys
 from splitserve.engine.sampler import SamplingParams
+from splitserve.service.reasons import Reason
 from splitserve.worker import messages
 from splitserve.worker.engine_setup import EngineContext
-from splitserve.worker.messages import Reason
 from splitserve.worker.payload import decode_finish
 from splitserve.worker.sampling import Draw, draw_tokens, sampling_params
 

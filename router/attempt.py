@@ -19,7 +19,6 @@ from router.worker import (
     AttemptEvent,
     Ended,
     FirstTokensArrived,
-    Reason,
     Refused,
     Reserved,
     Start,
@@ -27,6 +26,7 @@ from router.worker import (
     Worker,
     WorkerLost,
 )
+from splitserve.service.reasons import Reason
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 

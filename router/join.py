@@ -23,7 +23,6 @@ from router.worker import (
     Identity,
     Link,
     LoadReport,
-    Reason,
     Refused,
     Reserved,
     Role,
@@ -33,24 +32,15 @@ from router.worker import (
 )
 from splitserve.service.errors import InvalidRequest
 from splitserve.service.lifecycle import first_of
+from splitserve.service.reasons import Reason
 from splitserve.v1 import cluster_pb2 as pb
 from splitserve.v1 import cluster_pb2_grpc as pb_grpc
+from splitserve.worker.contract import REASON_FROM_PROTO, ticket_from_proto, ticket_to_proto
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 _HELLO_TIMEOUT_S = 5.0
 _ROLES = {pb.ROLE_PREFILL: Role.PREFILL, pb.ROLE_DECODE: Role.DECODE}
-_REASONS = {
-    pb.REASON_NO_ROOM: Reason.NO_ROOM,
-    pb.REASON_DRAINING: Reason.DRAINING,
-    pb.REASON_UNREACHABLE_PEER: Reason.UNREACHABLE_PEER,
-    pb.REASON_TOO_LARGE: Reason.TOO_LARGE,
-    pb.REASON_INVALID: Reason.INVALID,
-    pb.REASON_TRANSFER_FAILED: Reason.TRANSFER_FAILED,
-    pb.REASON_TIMEOUT: Reason.TIMEOUT,
-    pb.REASON_PREEMPTED: Reason.PREEMPTED,
-    pb.REASON_RELEASED: Reason.RELEASED,
-}
 _FINISH_REASONS = {pb.FINISH_REASON_STOP: FinishReason.STOP, pb.FINISH_REASON_LENGTH: FinishReason.LENGTH}
 
 Context = grpc.aio.ServicerContext[pb.WorkerMessage, pb.RouterMessage]
@@ -83,12 +73,7 @@ class JoinChannel:
                 prefill=pb.Prefill(
                     attempt_id=attempt_id,
                     start=_start(start),
-                    ticket=pb.Ticket(
-                        transfer_id=ticket.transfer_id,
-                        sink_worker_id=ticket.sink_worker_id,
-                        num_cached_blocks=ticket.num_cached_blocks,
-                        num_blocks=ticket.num_blocks,
-                    ),
+                    ticket=ticket_to_proto(ticket),
                     timeout_s=timeout_s,
                     traceparent=traceparent,
                 )
@@ -268,20 +253,12 @@ def _token(worker: Worker, token: pb.Token) -> TokenArrived:
 def _event(worker: Worker, message: pb.WorkerMessage) -> tuple[str, AttemptEvent | None]:
     match message.WhichOneof("body"):
         case "reserved":
-            ticket = message.reserved.ticket
-            return message.reserved.attempt_id, Reserved(
-                Ticket(
-                    transfer_id=ticket.transfer_id,
-                    sink_worker_id=ticket.sink_worker_id,
-                    num_cached_blocks=ticket.num_cached_blocks,
-                    num_blocks=ticket.num_blocks,
-                )
-            )
+            return message.reserved.attempt_id, Reserved(ticket_from_proto(message.reserved.ticket))
         case "accepted":
             return message.accepted.attempt_id, Accepted()
         case "refused":
             refused = message.refused
-            reason = _REASONS.get(refused.reason, Reason.INTERNAL)
+            reason = REASON_FROM_PROTO.get(refused.reason, Reason.INTERNAL)
             return refused.attempt_id, Refused(worker.worker_id, reason, refused.message)
         case "first_tokens":
             first = message.first_tokens
@@ -289,7 +266,7 @@ def _event(worker: Worker, message: pb.WorkerMessage) -> tuple[str, AttemptEvent
             return first.attempt_id, FirstTokensArrived(tokens, first.num_cached_tokens)
         case "attempt_ended":
             ended = message.attempt_ended
-            reason = _REASONS.get(ended.reason, Reason.INTERNAL)
+            reason = REASON_FROM_PROTO.get(ended.reason, Reason.INTERNAL)
             return ended.attempt_id, Ended(worker.worker_id, reason, ended.message)
         case _:
             return "", None

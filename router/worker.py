@@ -13,26 +13,12 @@ from typing import Protocol
 from kvtransfer.ticket import Ticket
 from router.request import FinishReason, Sampling
 from router.scheduler import DecodeView, PrefillView
+from splitserve.service.reasons import Reason
 
 
 class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
-
-
-class Reason(StrEnum):
-    """Why a worker refused or ended an attempt."""
-
-    NO_ROOM = "no_room"
-    DRAINING = "draining"
-    UNREACHABLE_PEER = "unreachable_peer"
-    TOO_LARGE = "too_large"
-    INVALID = "invalid"
-    TRANSFER_FAILED = "transfer_failed"
-    TIMEOUT = "timeout"
-    PREEMPTED = "preempted"
-    INTERNAL = "internal"
-    RELEASED = "released"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,31 +4,15 @@ Commands flow from the front to the engine, reports the other way. `session` nam
 belongs to: the front numbers its connections, so the engine needs to know nothing about routers.
 """
 
-import enum
-
 import msgspec
 
 from kvtransfer.endpoint import KVEndpoint
 from kvtransfer.fingerprint import Fingerprint
 from kvtransfer.ticket import Ticket
+from splitserve.service.reasons import Reason
 from splitserve.worker.config import WorkerConfig
 
 MAX_MESSAGE_BYTES = 64 << 20
-
-
-class Reason(enum.StrEnum):
-    """Why a worker refused or ended an attempt."""
-
-    NO_ROOM = "no_room"
-    DRAINING = "draining"
-    UNREACHABLE_PEER = "unreachable_peer"
-    TOO_LARGE = "too_large"
-    INVALID = "invalid"
-    TRANSFER_FAILED = "transfer_failed"
-    TIMEOUT = "timeout"
-    PREEMPTED = "preempted"
-    INTERNAL = "internal"
-    RELEASED = "released"
 
 
 class Sample(msgspec.Struct, frozen=True):

@@ -1,24 +1,11 @@
 """Between the contract of `Join` (proto) and the worker's own messages: the only place that knows both."""
 
 from kvtransfer.endpoint import KVEndpoint
-from kvtransfer.ticket import Ticket
 from splitserve.v1 import cluster_pb2 as pb
 from splitserve.worker import messages
 from splitserve.worker.clock import Signs
-from splitserve.worker.messages import Reason
+from splitserve.worker.contract import REASON_TO_PROTO, ticket_from_proto, ticket_to_proto
 
-_REASONS = {
-    Reason.NO_ROOM: pb.REASON_NO_ROOM,
-    Reason.DRAINING: pb.REASON_DRAINING,
-    Reason.UNREACHABLE_PEER: pb.REASON_UNREACHABLE_PEER,
-    Reason.TOO_LARGE: pb.REASON_TOO_LARGE,
-    Reason.INVALID: pb.REASON_INVALID,
-    Reason.TRANSFER_FAILED: pb.REASON_TRANSFER_FAILED,
-    Reason.TIMEOUT: pb.REASON_TIMEOUT,
-    Reason.PREEMPTED: pb.REASON_PREEMPTED,
-    Reason.INTERNAL: pb.REASON_INTERNAL,
-    Reason.RELEASED: pb.REASON_RELEASED,
-}
 _FINISH_REASONS = {
     "": pb.FINISH_REASON_UNSPECIFIED,
     "stop": pb.FINISH_REASON_STOP,
@@ -44,14 +31,7 @@ def to_command(message: pb.RouterMessage, session: int) -> messages.Command | No
                 session=session,
                 attempt=prefill.attempt_id,
                 start=_start(prefill.start),
-                ticket=Ticket(
-                    transfer_id=prefill.ticket.transfer_id,
-                    sink_worker_id=prefill.ticket.sink_worker_id,
-                    num_cached_blocks=prefill.ticket.num_cached_blocks,
-                    num_blocks=prefill.ticket.num_blocks,
-                    # Rides in the headers of the transfer, so that a trace shows the hand-off.
-                    traceparent=prefill.traceparent,
-                ),
+                ticket=ticket_from_proto(prefill.ticket, prefill.traceparent),
                 timeout_s=prefill.timeout_s,
             )
         case "release":
@@ -95,21 +75,18 @@ def to_worker_message(report: messages.Report) -> pb.WorkerMessage:
             return pb.WorkerMessage(
                 reserved=pb.Reserved(
                     attempt_id=attempt,
-                    ticket=pb.Ticket(
-                        transfer_id=ticket.transfer_id,
-                        sink_worker_id=ticket.sink_worker_id,
-                        num_cached_blocks=ticket.num_cached_blocks,
-                        num_blocks=ticket.num_blocks,
-                    ),
+                    ticket=ticket_to_proto(ticket),
                 )
             )
         case messages.Accepted(attempt=attempt):
             return pb.WorkerMessage(accepted=pb.Accepted(attempt_id=attempt))
         case messages.Refused(attempt=attempt, reason=reason, message=text):
-            return pb.WorkerMessage(refused=pb.Refused(attempt_id=attempt, reason=_REASONS[reason], message=text))
+            return pb.WorkerMessage(
+                refused=pb.Refused(attempt_id=attempt, reason=REASON_TO_PROTO[reason], message=text)
+            )
         case messages.AttemptEnded(attempt=attempt, reason=reason, message=text):
             return pb.WorkerMessage(
-                attempt_ended=pb.AttemptEnded(attempt_id=attempt, reason=_REASONS[reason], message=text)
+                attempt_ended=pb.AttemptEnded(attempt_id=attempt, reason=REASON_TO_PROTO[reason], message=text)
             )
         case messages.FirstTokens(attempt=attempt, tokens=tokens, num_cached_tokens=cached):
             return pb.WorkerMessage(

@@ -91,7 +91,7 @@ def test_worker_of_another_model_joins(pair: Cluster, tiny: Tiny) -> None:
 
 
 def test_start_with_a_wrong_setting_is_retried_for_ever(pair: Cluster, tiny: Tiny, tmp_path: Path) -> None:
-    """Exit status 78 and the reason in the log: no model, one that cannot be served, a pool without a block, no plan."""
+    """Exit status 78 and the reason in the log: no model, one not served, a pool without a block, no plan."""
     for flags, reason in (
         ({"model": tmp_path}, "is not a model directory"),
         ({"model": tiny("bloom")}, "bloom"),

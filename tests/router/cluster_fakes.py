@@ -22,7 +22,6 @@ from router.worker import (
     Identity,
     Link,
     LoadReport,
-    Reason,
     Refused,
     Reserved,
     Role,
@@ -30,6 +29,7 @@ from router.worker import (
     TokenArrived,
     Worker,
 )
+from splitserve.service.reasons import Reason
 
 _SESSIONS = itertools.count(1)
 

@@ -6,8 +6,9 @@ import asyncio
 import pytest
 
 from router.request import FinishReason
-from router.worker import Reason, Role
+from router.worker import Role
 from splitserve.service.errors import DeadlineExceeded, Internal, Overloaded, Unavailable
+from splitserve.service.reasons import Reason
 from tests.router.cluster_fakes import FakeWorker, Router, collect, ids
 
 LENGTH = FinishReason.LENGTH

@@ -10,8 +10,8 @@ from kvtransfer.carrier import Carrier
 from kvtransfer.fault_plan import FaultPlan, FaultRule
 from kvtransfer.faults import FaultyCarrier
 from kvtransfer.settings import KVSettings
+from splitserve.service.reasons import Reason
 from splitserve.worker import messages
-from splitserve.worker.messages import Reason
 from tests.reference import greedy
 from tests.workers.pair import Pair
 from tests.workers.test_hand_off import B, prompt_of

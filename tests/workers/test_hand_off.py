@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from splitserve.service.reasons import Reason
 from splitserve.worker import messages
 from tests.reference import greedy
 from tests.tiny_models import FAMILIES, VOCAB_SIZE
@@ -99,7 +100,7 @@ def test_prompt_that_cannot_fit_waits_for_ever(make_pair: MakePair) -> None:
         attempt = pair.reserve(prompt_of(length))
         pair.until(lambda r=report_of, a=attempt: any(x.attempt == a for x in r.said(messages.Refused)))
         refused = report_of.said(messages.Refused)[-1]
-        assert refused.reason is messages.Reason.TOO_LARGE
+        assert refused.reason is Reason.TOO_LARGE
         assert holder in refused.message
     assert len(pair.generate([prompt_of(2 * B)], max_tokens=4)[0]) == 4
     pair.assert_drained()
@@ -114,7 +115,7 @@ def test_prefill_takes_a_prompt_that_it_cannot_finish(make_pair: MakePair) -> No
     pair.prefill_attempt(second, prompt_of(2 * B), max_tokens=2)
     pair.until(lambda: bool(pair.prefill.said(messages.Refused)))
     refused = pair.prefill.said(messages.Refused)[0]
-    assert (refused.attempt, refused.reason) == (second, messages.Reason.NO_ROOM)
+    assert (refused.attempt, refused.reason) == (second, Reason.NO_ROOM)
     pair.until(lambda: pair.is_finished(first))
     pair.until(lambda: pair.prefill.allocator.counts.in_use == 0)
     pair.prefill_attempt(second, prompt_of(2 * B), max_tokens=2)
@@ -155,7 +156,7 @@ def test_sequence_out_of_blocks_takes_the_others_down(tiny: Tiny, make_pair: Mak
     pair.until(lambda: pair.is_finished(attempts[0]))
     whole = greedy(tiny("llama"), prompts[0], 60)
     assert [token.token_id for token in pair.tokens(attempts[0])] == whole
-    preempted = [a for a in attempts if any(e.reason is messages.Reason.PREEMPTED for e in pair.endings(a))]
+    preempted = [a for a in attempts if any(e.reason is Reason.PREEMPTED for e in pair.endings(a))]
     assert attempts[2] in preempted
     assert attempts[0] not in preempted
     for attempt in preempted:

@@ -1,0 +1,16 @@
+"""Why a worker refused or ended an attempt: one word for router, workers, logs and metrics."""
+
+from enum import StrEnum
+
+
+class Reason(StrEnum):
+    NO_ROOM = "no_room"
+    DRAINING = "draining"
+    UNREACHABLE_PEER = "unreachable_peer"
+    TOO_LARGE = "too_large"
+    INVALID = "invalid"
+    TRANSFER_FAILED = "transfer_failed"
+    TIMEOUT = "timeout"
+    PREEMPTED = "preempted"
+    INTERNAL = "internal"
+    RELEASED = "released"
