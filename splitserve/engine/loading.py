@@ -1,11 +1,11 @@
 """From a model directory to a proved runner: config decision, safetensors weights, self-test, pool.
 
-Called by `ModelRunner.load`; keeps no state. Everything that a model can be refused for is raised here.
+Called by the worker's engine process; keeps no state. Everything that a model can be refused for is raised here.
 """
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -14,14 +14,13 @@ from transformers.utils import logging as transformers_logging
 from splitserve.engine import selftest, support
 from splitserve.engine.attention import INTERFACE_NAME, AttentionBackend, register_paged_attention
 from splitserve.engine.layout import KVLayout
-from splitserve.engine.linear import LinearBackend
+from splitserve.engine.linear import LinearBackend, TorchLinear
 from splitserve.engine.pool import DTYPES, KVPool
+from splitserve.engine.runner import ModelRunner
 from splitserve.engine.selftest import SelfTestResult
 from splitserve.engine.support import UnsupportedModel
-from splitserve.engine.trust import Trust
-
-if TYPE_CHECKING:
-    from splitserve.engine.runner import ModelRunner
+from splitserve.engine.torch_attention import TorchAttention
+from splitserve.engine.trust import SAFE, Trust
 
 # Rows below which a matmul may round differently than with more. One row always does; a float32 library may have its
 # own path for up to 15, and then a small decode step pays for exactness with a few rows that cost little.
@@ -38,19 +37,24 @@ def resolve_dtype(dtype: str, device: str) -> str:
 
 
 def load_runner(
-    runner_class: "type[ModelRunner]",
     directory: Path,
     *,
     dtype: str,
     device: str,
     block_size: int,
     kv_cache_bytes: int,
-    attention: AttentionBackend,
-    linear: LinearBackend,
-    progress: Callable[[str], None],
-    trust: Trust,
-) -> "ModelRunner":
-    """See `ModelRunner.load`."""
+    attention: AttentionBackend | None = None,
+    linear: LinearBackend | None = None,
+    progress: Callable[[str], None] | None = None,
+    trust: Trust = SAFE,
+) -> ModelRunner:
+    """Reads the model in `directory`, proves that it can be served, and makes a pool of `kv_cache_bytes`.
+
+    `dtype` is "auto", "bfloat16" or "float32"; `trust` says what of the directory may run. UnsupportedModel (a
+    ValueError) with the reason when the model cannot be served; ValueError when not even one block fits into
+    `kv_cache_bytes`.
+    """
+    attention, linear, progress = attention or TorchAttention(), linear or TorchLinear(), progress or (lambda _: None)
     dtype = resolve_dtype(dtype, device)
     config = _read_config(directory, trust)
     support.require_supported(config)
@@ -62,9 +66,9 @@ def load_runner(
         raise ValueError(f"{kv_cache_bytes} bytes of KV cache hold no block of {layout.block_nbytes} bytes")
     register_paged_attention()
 
-    def make_runner(model: Any, layout: KVLayout, num_blocks: int, min_rows: int) -> "ModelRunner":
+    def make_runner(model: Any, layout: KVLayout, num_blocks: int, min_rows: int) -> ModelRunner:
         pool = KVPool(layout, num_blocks, device)
-        return runner_class(model, pool, attention, num_heads=num_heads, max_model_len=max_model_len, min_rows=min_rows)
+        return ModelRunner(model, pool, attention, num_heads=num_heads, max_model_len=max_model_len, min_rows=min_rows)
 
     progress(f"checking that {config.model_type} runs on paged attention")
     num_test_blocks = selftest.blocks_needed(block_size)
@@ -86,7 +90,7 @@ def load_runner(
     return runner
 
 
-def _least_exact_rows(tested: "Sequence[ModelRunner]") -> tuple[int, SelfTestResult]:
+def _least_exact_rows(tested: Sequence[ModelRunner]) -> tuple[int, SelfTestResult]:
     """The first of `_MIN_ROWS` with which recomputation is exact, or the very first when none is."""
     results = []
     for min_rows, runner in zip(_MIN_ROWS, tested, strict=True):

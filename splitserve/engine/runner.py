@@ -3,27 +3,22 @@
 Owned and called by the engine thread alone; owns the model, the pool's contents and the count of forwards.
 """
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from splitserve.engine import loading
 from splitserve.engine.attention import AttentionBackend, ForwardContext
 from splitserve.engine.batch import Segment
-from splitserve.engine.linear import LinearBackend, TorchLinear
 from splitserve.engine.packing import PackedBatch, check_segment, fill_up, pack
 from splitserve.engine.pool import KVPool
-from splitserve.engine.torch_attention import TorchAttention
-from splitserve.engine.trust import SAFE, Trust
 
 
 class ModelRunner:
     """A model whose K and V live in `pool`.
 
     `numerics` names how this process rounds (a hash of fixed logits) and `recompute_exact` says whether a token's K, V
-    and logits are the same bits alone, in a batch and in any chunk; both come from the self-test of `load`.
+    and logits are the same bits alone, in a batch and in any chunk; `loading.load_runner` sets both.
     """
 
     def __init__(
@@ -50,39 +45,6 @@ class ModelRunner:
         self._min_rows = min_rows
         self._device = pool.tensor.device
         self._layers = list(range(pool.layout.num_layers))
-
-    @classmethod
-    def load(
-        cls,
-        directory: Path,
-        *,
-        dtype: str,
-        device: str,
-        block_size: int,
-        kv_cache_bytes: int,
-        attention: AttentionBackend | None = None,
-        linear: LinearBackend | None = None,
-        progress: Callable[[str], None] | None = None,
-        trust: Trust = SAFE,
-    ) -> "ModelRunner":
-        """Reads the model in `directory`, proves that it can be served, and makes a pool of `kv_cache_bytes`.
-
-        `dtype` is "auto", "bfloat16" or "float32"; `trust` says what of the directory may run. UnsupportedModel (a
-        ValueError) with the reason when the model cannot be served; ValueError when not even one block fits into
-        `kv_cache_bytes`.
-        """
-        return loading.load_runner(
-            cls,
-            directory,
-            dtype=dtype,
-            device=device,
-            block_size=block_size,
-            kv_cache_bytes=kv_cache_bytes,
-            attention=attention or TorchAttention(),
-            linear=linear or TorchLinear(),
-            progress=progress or (lambda _: None),
-            trust=trust,
-        )
 
     @torch.inference_mode()
     def run(self, segments: Sequence[Segment]) -> torch.Tensor:

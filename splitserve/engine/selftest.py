@@ -6,15 +6,13 @@ Called by the loader. The caller gives a runner on a scratch pool; nothing here 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from splitserve.engine.batch import Segment
+from splitserve.engine.runner import ModelRunner
 from splitserve.engine.support import UnsupportedModel
-
-if TYPE_CHECKING:
-    from splitserve.engine.runner import ModelRunner
 
 NUM_TOKENS = 64
 WINDOW = 8
@@ -41,7 +39,7 @@ def blocks_needed(block_size: int) -> int:
     return 2 * -(-NUM_TOKENS // block_size)
 
 
-def require_equal_to_eager(runner: "ModelRunner", model: Any, what: str) -> None:
+def require_equal_to_eager(runner: ModelRunner, model: Any, what: str) -> None:
     """UnsupportedModel unless the paged forward of `runner` equals transformers' eager forward of its `model`."""
     token_ids = fixed_token_ids(runner.vocab_size, min(NUM_TOKENS, runner.max_model_len))
     paged = _run(runner, [_prompt(runner, token_ids)])[-1]
@@ -55,7 +53,7 @@ def require_equal_to_eager(runner: "ModelRunner", model: Any, what: str) -> None
         )
 
 
-def measure(runner: "ModelRunner") -> SelfTestResult:
+def measure(runner: ModelRunner) -> SelfTestResult:
     """Runs the fixed ids alone, in two chunks and a decode step, and both in a batch, and compares bit for bit."""
     count = min(NUM_TOKENS, runner.max_model_len)
     token_ids = fixed_token_ids(runner.vocab_size, count)
@@ -69,7 +67,7 @@ def measure(runner: "ModelRunner") -> SelfTestResult:
     return SelfTestResult(is_exact, sha256(alone.numpy().tobytes()).hexdigest())
 
 
-def _chunked(runner: "ModelRunner", token_ids: Sequence[int], ends: Sequence[int]) -> torch.Tensor:
+def _chunked(runner: ModelRunner, token_ids: Sequence[int], ends: Sequence[int]) -> torch.Tensor:
     start = 0
     for end in ends:
         if end > start:
@@ -78,11 +76,11 @@ def _chunked(runner: "ModelRunner", token_ids: Sequence[int], ends: Sequence[int
     return logits[0]
 
 
-def _in_company(runner: "ModelRunner", token_ids: Sequence[int], company: Sequence[int]) -> torch.Tensor:
+def _in_company(runner: ModelRunner, token_ids: Sequence[int], company: Sequence[int]) -> torch.Tensor:
     return _run(runner, [_prompt(runner, company, place=1), _prompt(runner, token_ids)])[1]
 
 
-def _decoded_in_company(runner: "ModelRunner", token_ids: Sequence[int]) -> torch.Tensor:
+def _decoded_in_company(runner: ModelRunner, token_ids: Sequence[int]) -> torch.Tensor:
     """The last token as a decode step beside another sequence's, after both prompts in one batch."""
     shorter = token_ids[: max(2, len(token_ids) // 3)]
     _run(runner, [_prompt(runner, token_ids[:-1]), _prompt(runner, shorter, place=1)])
@@ -90,13 +88,13 @@ def _decoded_in_company(runner: "ModelRunner", token_ids: Sequence[int]) -> torc
     return _run(runner, [_prompt(runner, [1], start=len(shorter), place=1), last])[1]
 
 
-def _prompt(runner: "ModelRunner", token_ids: Sequence[int], *, start: int = 0, place: int = 0) -> Segment:
+def _prompt(runner: ModelRunner, token_ids: Sequence[int], *, start: int = 0, place: int = 0) -> Segment:
     per_sequence = runner.layout.blocks_for(NUM_TOKENS)
     table = range(place * per_sequence, (place + 1) * per_sequence)
     return Segment(token_ids=token_ids, start=start, block_table=table, wants_logits=True)
 
 
-def _run(runner: "ModelRunner", segments: Sequence[Segment]) -> torch.Tensor:
+def _run(runner: ModelRunner, segments: Sequence[Segment]) -> torch.Tensor:
     try:
         return runner.run(segments).cpu()
     except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as error:

@@ -11,6 +11,7 @@ from kvtransfer.agent import KVAgent
 from kvtransfer.events import KVEvent
 from kvtransfer.fingerprint import Fingerprint
 from splitserve.engine.layout import KVLayout
+from splitserve.engine.loading import load_runner
 from splitserve.engine.runner import ModelRunner
 from splitserve.engine.trust import Trust
 from splitserve.models.description import ModelDescription
@@ -61,7 +62,7 @@ def build_context(
     )
     torch.set_num_threads(config.threads)
     with _pinned(config.cores):
-        runner = ModelRunner.load(
+        runner = load_runner(
             description.directory,
             dtype=config.dtype,
             device=_DEVICES[config.device],

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from splitserve.engine.allocator import BlockAllocator
 from splitserve.engine.batch import Segment
+from splitserve.engine.loading import load_runner
 from splitserve.engine.runner import ModelRunner
 from splitserve.engine.sampler import SampleRow, SamplingParams, sample
 from splitserve.engine.stopping import finish_reason
@@ -35,7 +36,7 @@ class Running:
 def load(
     directory: Path, *, dtype: str = "float32", block_size: int = 16, kv_cache_bytes: int = 4 << 20
 ) -> ModelRunner:
-    return ModelRunner.load(directory, dtype=dtype, device="cpu", block_size=block_size, kv_cache_bytes=kv_cache_bytes)
+    return load_runner(directory, dtype=dtype, device="cpu", block_size=block_size, kv_cache_bytes=kv_cache_bytes)
 
 
 def generate(

@@ -12,9 +12,9 @@ from transformers import AutoConfig
 
 from splitserve.engine.attention import AttentionPlan, AttentionSpec
 from splitserve.engine.batch import Segment
+from splitserve.engine.loading import load_runner
 from splitserve.engine.packing import PackedBatch
 from splitserve.engine.pool import KVPool
-from splitserve.engine.runner import ModelRunner
 from splitserve.engine.support import UnsupportedModel, max_positions, two_layer_copy
 from splitserve.engine.torch_attention import TorchAttention
 from tests.engine.driver import generate, load, random_prompt, reference, reference_of
@@ -148,7 +148,7 @@ def test_wrong_attention_passes_the_self_test(
     family: str, changes: dict[str, float | None], tiny_model: TinyModel
 ) -> None:
     with pytest.raises(UnsupportedModel, match="random copy"):
-        ModelRunner.load(
+        load_runner(
             tiny_model(family),
             dtype="float32",
             device="cpu",
@@ -162,7 +162,7 @@ def test_window_longer_than_the_self_test_hides_its_absence(tmp_path: Path) -> N
     """With its real window of 500 the model itself never leaves the window in 64 tokens; the copy's is shrunk."""
     directory = build("mistral", tmp_path, sliding_window=500)
     with pytest.raises(UnsupportedModel, match="random copy"):
-        ModelRunner.load(
+        load_runner(
             directory,
             dtype="float32",
             device="cpu",

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from splitserve.engine.batch import Segment
+from splitserve.engine.loading import load_runner
 from splitserve.engine.runner import ModelRunner
 from splitserve.engine.support import UnsupportedModel
 from splitserve.engine.trust import SAFE, Trust
@@ -14,9 +15,7 @@ from tests.tiny_models import build
 
 
 def load(directory: Path, trust: Trust) -> ModelRunner:
-    return ModelRunner.load(
-        directory, dtype="float32", device="cpu", block_size=16, kv_cache_bytes=1 << 20, trust=trust
-    )
+    return load_runner(directory, dtype="float32", device="cpu", block_size=16, kv_cache_bytes=1 << 20, trust=trust)
 
 
 def test_pickle_weights_are_read_unasked(tmp_path: Path) -> None:

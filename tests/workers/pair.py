@@ -19,6 +19,7 @@ from kvtransfer.events import KVEvent
 from kvtransfer.memory import MemoryHub
 from kvtransfer.settings import KVSettings
 from prefill_worker.flow import PrefillEngine
+from splitserve.engine.loading import load_runner
 from splitserve.engine.runner import ModelRunner
 from splitserve.models.description import describe
 from splitserve.worker import messages
@@ -100,7 +101,7 @@ class Pair:
     ) -> EngineRig:
         config = self._config
         block_nbytes = _block_nbytes(directory, config)
-        runner = ModelRunner.load(
+        runner = load_runner(
             directory,
             dtype=config.dtype,
             device="cpu",
