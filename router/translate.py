@@ -1,0 +1,127 @@
+"""Between the contract of `Join` (proto) and the router's plain data; only this module and `join` know both."""
+
+from router.request import FinishReason
+from router.worker import (
+    Accepted,
+    AttemptEvent,
+    Ended,
+    FirstTokensArrived,
+    Identity,
+    LoadReport,
+    Refused,
+    Reserved,
+    Role,
+    Start,
+    TokenArrived,
+    Worker,
+)
+from splitserve.service.errors import InvalidRequest
+from splitserve.service.reasons import Reason
+from splitserve.v1 import cluster_pb2 as pb
+from splitserve.worker.contract import REASON_FROM_PROTO, ticket_from_proto
+
+_ROLES = {pb.ROLE_PREFILL: Role.PREFILL, pb.ROLE_DECODE: Role.DECODE}
+_FINISH_REASONS = {pb.FINISH_REASON_STOP: FinishReason.STOP, pb.FINISH_REASON_LENGTH: FinishReason.LENGTH}
+
+
+# From proto
+
+
+def to_identity(hello: pb.Hello) -> Identity:
+    role = _ROLES.get(hello.role)
+    if role is None or not hello.worker_id:
+        raise InvalidRequest("the hello names no role or no worker id")
+    capacity = hello.capacity
+    if capacity.num_blocks < 1 or capacity.block_size < 1 or capacity.max_model_len < 1:
+        raise InvalidRequest("the hello's capacity is not positive")
+    return Identity(
+        worker_id=hello.worker_id,
+        role=role,
+        model=hello.model,
+        revision=hello.revision,
+        num_blocks=capacity.num_blocks,
+        block_size=capacity.block_size,
+        max_num_seqs=capacity.max_num_seqs,
+        max_num_batched_tokens=capacity.max_num_batched_tokens,
+        max_model_len=capacity.max_model_len,
+        host_id=hello.host_id,
+        pid=hello.pid,
+        device=hello.device,
+        transport=hello.transport,
+        numerics=hello.numerics,
+        recompute_exact=hello.recompute_exact,
+    )
+
+
+def to_load(load: pb.Load) -> LoadReport:
+    return LoadReport(
+        engine_steps=load.engine_steps,
+        step_age_s=load.step_age_s,
+        blocks_free=load.blocks_free,
+        blocks_cached=load.blocks_cached,
+        blocks_in_use=load.blocks_in_use,
+        blocks_reserved=load.blocks_reserved,
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        waiting_tokens=load.waiting_tokens,
+        kv_bytes_sent=load.kv_bytes_sent,
+        kv_bytes_received=load.kv_bytes_received,
+    )
+
+
+def to_token(worker: Worker, token: pb.Token) -> TokenArrived:
+    return TokenArrived(
+        worker=worker.worker_id,
+        sample=token.sample,
+        position=token.position,
+        token_id=token.token_id,
+        finish_reason=_FINISH_REASONS.get(token.finish_reason),
+    )
+
+
+def to_event(worker: Worker, message: pb.WorkerMessage) -> tuple[str, AttemptEvent | None]:
+    match message.WhichOneof("body"):
+        case "reserved":
+            return message.reserved.attempt_id, Reserved(ticket_from_proto(message.reserved.ticket))
+        case "accepted":
+            return message.accepted.attempt_id, Accepted()
+        case "refused":
+            refused = message.refused
+            reason = REASON_FROM_PROTO.get(refused.reason, Reason.INTERNAL)
+            return refused.attempt_id, Refused(worker.worker_id, reason, refused.message)
+        case "first_tokens":
+            first = message.first_tokens
+            tokens = tuple(to_token(worker, token) for token in first.tokens)
+            return first.attempt_id, FirstTokensArrived(tokens, first.num_cached_tokens)
+        case "attempt_ended":
+            ended = message.attempt_ended
+            reason = REASON_FROM_PROTO.get(ended.reason, Reason.INTERNAL)
+            return ended.attempt_id, Ended(worker.worker_id, reason, ended.message)
+        case _:
+            return "", None
+
+
+# To proto
+
+
+def role_to_proto(role: Role) -> pb.Role.ValueType:
+    return pb.ROLE_PREFILL if role is Role.PREFILL else pb.ROLE_DECODE
+
+
+def start_to_proto(start: Start) -> pb.SequenceStart:
+    sampling = start.sampling
+    return pb.SequenceStart(
+        prompt_ids=start.prompt_ids,
+        samples=[pb.SampleStart(index=index, output_ids=output) for index, output in start.outputs.items()],
+        limits=pb.SequenceLimits(
+            seed=sampling.seed,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            max_tokens=sampling.max_tokens,
+            min_tokens=sampling.min_tokens,
+            stop_token_ids=sampling.stop_token_ids,
+            ignore_eos=sampling.ignore_eos,
+        ),
+    )
