@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from splitserve.service.config import Duration, Positive
+from splitserve.service.config import Duration, Positive, Size
 
 Routing = Literal["round_robin", "least_loaded"]
 
@@ -30,6 +30,10 @@ class RouterConfig:
     "Requests that may wait; one more is refused."
     max_queue_tokens: Positive = 1_000_000
     "Prompt tokens that may wait; more are refused."
+    max_tokenizing_requests: Positive = 256
+    "Requests whose text may be tokenized or wait for it; one more is refused."
+    max_tokenizing_bytes: Size = 64 * 1024 * 1024
+    "Bytes of text that may be tokenized or wait for it; more are refused."
     max_attempts: Positive = 3
     "Attempts that may fail before the request does."
     request_timeout: Duration = 600.0
