@@ -81,10 +81,10 @@ class Attempt:
         self._config = config
         self._metrics = metrics
         self._mailbox: asyncio.Queue[AttemptEvent] = asyncio.Queue()
-        self._is_accepted = False
+        self._is_handed_over = False
         self._has_first_token = False
         self._decode_spoke = False
-        self._decode_finished = False
+        self._is_finished = False
         self._is_closed = False
 
     def deliver(self, event: AttemptEvent) -> None:
@@ -125,15 +125,21 @@ class Attempt:
                 for ordered in orders[token.sample].take(token) if token.sample in orders else ():
                     if ordered.finish_reason is not None:
                         unfinished.discard(ordered.sample)
-                        self._decode_finished = not unfinished and self._decode_spoke
+                        self._is_finished = not unfinished
+                        if self._is_finished and self._decode_spoke:
+                            self._metrics.observe_stage(Stage.DECODE, clock() - stage_began)
                     yield ordered
-        self._metrics.observe_stage(Stage.DECODE, clock() - stage_began)
+
+    @property
+    def _answer_timeout(self) -> float:
+        """A worker answers between two steps; whether it still lives is for its heartbeat and step age to say."""
+        return self._config.stall_timeout + self._config.heartbeat_timeout
 
     async def _reserve(self, start: Start, traceparent: str, seconds_left: Callable[[], float]) -> Ticket:
         # The reservation outlives everything that this side waits for before the blocks must be there.
-        timeout_s = 2 * self._config.reserve_timeout + self._config.prefill_timeout
+        timeout_s = 2 * self._answer_timeout + self._config.reserve_timeout + self._config.prefill_timeout
         self.decode.channel.reserve(self.attempt_id, start, timeout_s, traceparent)
-        event = await self._next(self.decode, self._config.reserve_timeout, seconds_left)
+        event = await self._next(self.decode, self._answer_timeout, seconds_left)
         if not isinstance(event, Reserved):
             raise self._lost(Reason.INVALID, f"expected a reservation, got {type(event).__name__}", self.decode)
         return event.ticket
@@ -146,14 +152,15 @@ class Attempt:
         seconds_left: Callable[[], float],
         another_prefill: Callable[["Attempt", set[str]], bool],
     ) -> None:
-        """Finds a prefill worker that takes the prompt; the reservation is kept meanwhile."""
+        """Finds a prefill worker that takes the prompt; the reservation is kept meanwhile, but not for long."""
         clock = asyncio.get_running_loop().time
         until = clock() + self._config.reserve_timeout
         refused: set[str] = set()
         while True:
+            self._is_handed_over = True
             self.prefill.channel.prefill(self.attempt_id, start, ticket, self._config.prefill_timeout, traceparent)
             try:
-                event = await self._next(self.prefill, max(until - clock(), 0.001), seconds_left)
+                event = await self._next(self.prefill, self._answer_timeout, seconds_left)
             except AttemptLostError as lost:
                 refused.add(self.prefill.worker_id)
                 may_go_on = not lost.is_failure and lost.worker == self.prefill.worker_id and clock() < until
@@ -161,7 +168,6 @@ class Attempt:
                     continue
                 raise
             if isinstance(event, Accepted):
-                self._is_accepted = True
                 return
 
     async def _next(self, awaited: Worker, limit_s: float, seconds_left: Callable[[], float]) -> AttemptEvent:
@@ -183,9 +189,26 @@ class Attempt:
                     raise self._lost(Reason.TIMEOUT, message, awaited) from None
             else:
                 event = self._mailbox.get_nowait()
-            self._raise_if_over(event)
+            try:
+                self._raise_if_over(event)
+            except AttemptLostError as lost:
+                if lost.reason == Reason.TRANSFER_FAILED:
+                    await self._look_for_a_death()
+                raise
             if not self._is_moot(event):
                 return event
+
+    async def _look_for_a_death(self) -> None:
+        """Blocks that stop coming are often the first sign that a worker has died: then it is the one to blame.
+
+        Waits a moment for the loss to become known, and raises it.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.suspect_timeout):
+                while True:
+                    event = await self._mailbox.get()
+                    if isinstance(event, WorkerLost):
+                        self._raise_if_over(event)
 
     def _is_moot(self, event: AttemptEvent) -> bool:
         """What a prefill worker says or suffers after its part is done; decode reports if the blocks did not arrive."""
@@ -199,7 +222,7 @@ class Attempt:
                 raise self._lost(reason, message, self._worker(worker))
             case WorkerLost(worker=worker, message=message) if self._concerns_us(worker):
                 is_decode = worker == self.decode.worker_id
-                was_running = self._decode_spoke if is_decode else self._is_accepted
+                was_running = self._decode_spoke if is_decode else self._is_handed_over
                 raise AttemptLostError(
                     "worker_lost",
                     f"{worker}: {message}",
@@ -246,11 +269,17 @@ class Attempt:
         self.prefill = worker
 
     def close(self, reason: str) -> None:
-        """Gives back what is left on both workers. Idempotent; never waits."""
+        """Gives back what is left on both workers. Idempotent; never waits.
+
+        A finished attempt leaves nothing: decode frees its blocks with the last token, even if that came from prefill.
+        """
         if self._is_closed:
             return
         self._is_closed = True
-        for worker, is_over in ((self.decode, self._decode_finished), (self.prefill, self._decode_spoke)):
+        for worker, is_over in (
+            (self.decode, self._is_finished),
+            (self.prefill, self._is_finished or self._decode_spoke),
+        ):
             if not is_over and not worker.is_lost:
                 with contextlib.suppress(RuntimeError):
                     worker.channel.release(self.attempt_id, reason)

@@ -13,7 +13,16 @@ from router.membership import Membership
 from router.metrics import RouterMetrics
 from router.queue import RequestQueue, Waiting
 from router.request import GenerationRequest
-from router.scheduler import Demand, Placement, blocks_for, can_prefill, place
+from router.scheduler import (
+    DecodeView,
+    Demand,
+    Placement,
+    PrefillView,
+    blocks_for,
+    can_prefill,
+    could_place,
+    place,
+)
 from router.worker import Role
 from splitserve.service.errors import Unavailable
 
@@ -57,18 +66,29 @@ class ClusterDispatcher:
         self.kick()
 
     def kick(self) -> None:
-        """Grants pairs in order for as long as the head of the queue finds one."""
-        while (head := self.queue.head) is not None:
-            placement = self._place(head.demand)
-            if placement is None:
+        """Grants pairs in order of the queue for as long as the first in it finds one.
+
+        Nobody passes a request that only waits for room; one that no worker here could ever hold is passed.
+        """
+        for waiting in self.queue.in_order():
+            placement = self._place(waiting.demand)
+            if placement is not None:
+                self.queue.remove(waiting)
+                waiting.grant(self._grant(waiting.demand, placement))
+            elif self.could_place(waiting.demand):
                 return
-            self.queue.remove(head)
-            head.grant(self._grant(head.demand, placement))
+
+    def could_place(self, demand: Demand) -> bool:
+        """Whether some pair that is here would have room for the request if it were idle."""
+        return could_place(demand, *self._views())
 
     def _place(self, demand: Demand) -> Placement | None:
+        return place(demand, *self._views(), self._config.routing, self._turn)
+
+    def _views(self) -> tuple[list[PrefillView], list[DecodeView]]:
         prefills = [worker.prefill_view() for worker in self._membership.candidates(Role.PREFILL)]
         decodes = [worker.decode_view() for worker in self._membership.candidates(Role.DECODE)]
-        return place(demand, prefills, decodes, self._config.routing, self._turn)
+        return prefills, decodes
 
     def _grant(self, demand: Demand, placement: Placement) -> Attempt:
         """Takes the room on both workers at once, so that the next placement sees it as taken."""

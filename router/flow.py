@@ -36,6 +36,8 @@ class PairSource(Protocol):
 
     def why_not_ready(self) -> str: ...
 
+    def could_place(self, demand: Demand) -> bool: ...
+
     def enqueue(self, waiting: Waiting) -> None: ...
 
     def withdraw(self, waiting: Waiting) -> None: ...
@@ -73,6 +75,7 @@ class RequestFlow:
         self._avoid: set[str] = set()
         self._numerics = ""
         self._next_reason = "first"
+        self._was_failure = False
         # Queued at once, so that the bound of the queue counts it from admission on.
         self._waiting: Waiting | None = self._enqueue(self._start(tuple(self._outputs)))
         self._attempt: Attempt | None = None
@@ -131,7 +134,8 @@ class RequestFlow:
             self._let_go("the attempt has ended")
 
     async def _granted(self, waiting: Waiting) -> Attempt:
-        """Waits in the queue: a re-attempt for `failover_timeout`, and so does a new one when no pair is left."""
+        """Waits in the queue until the deadline; after a failure, or where no pair could take it,
+        `failover_timeout`."""
         began = self._clock()
         self._waiting = waiting
         while True:
@@ -143,16 +147,21 @@ class RequestFlow:
             except TimeoutError:
                 if self._seconds_left() <= 0:
                     raise
-                if waiting.is_retry or not self._pairs.is_ready:
-                    why = "no pair of workers has room" if self._pairs.is_ready else self._pairs.why_not_ready()
-                    raise Unavailable(
-                        f"interrupted by {self._next_reason}, and {why}" if waiting.is_retry else why,
-                        reason="NO_WORKERS",
-                        retry_after_s=1.0,
-                    ) from None
+                if self._was_failure or not self._pairs.could_place(waiting.demand):
+                    raise self._unplaceable(waiting.demand) from None
         self._waiting = None
         self._metrics.observe_stage(Stage.QUEUE, self._clock() - began)
         return attempt
+
+    def _unplaceable(self, demand: Demand) -> Unavailable:
+        if not self._pairs.is_ready:
+            why = self._pairs.why_not_ready()
+        elif self._pairs.could_place(demand):
+            why = "no pair of workers has room"
+        else:
+            why = f"no pair of workers here can hold {demand.num_tokens} tokens"
+        message = f"interrupted by {self._next_reason}, and {why}" if self.attempts else why
+        return Unavailable(message, reason="NO_WORKERS", retry_after_s=1.0)
 
     async def _judge(self, lost: AttemptLostError) -> None:
         """Decides whether the request may be tried again; raises the client's error when not."""
@@ -165,6 +174,7 @@ class RequestFlow:
             outputs=sum(map(len, self._outputs.values())),
         )
         self._next_reason = lost.reason
+        self._was_failure = lost.is_failure
         if lost.is_fatal:
             raise Internal(f"{lost.reason}: {lost.message}")
         if lost.was_running_on:

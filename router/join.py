@@ -175,8 +175,10 @@ class ClusterServicer(pb_grpc.ClusterServiceServicer):
             self._membership.changed()
         elif kind == "link_report":
             report = message.link_report
-            worker.links[report.peer_worker_id] = Link(report.reachable, report.detail)
-            self._membership.changed()
+            # Of a peer that has left, a worker may still speak for a moment.
+            if self._membership.get(report.peer_worker_id) is not None:
+                worker.links[report.peer_worker_id] = Link(report.reachable, report.detail)
+                self._membership.changed()
         else:
             attempt_id, event = to_event(worker, message)
             if event is not None and not worker.hear(attempt_id, event):

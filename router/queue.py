@@ -47,9 +47,9 @@ class RequestQueue:
     def num_tokens(self) -> int:
         return self._num_tokens
 
-    @property
-    def head(self) -> Waiting | None:
-        return self._waiting[0] if self._waiting else None
+    def in_order(self) -> list[Waiting]:
+        """Who waits, first to last; a copy, so that it may be walked while entries leave."""
+        return list(self._waiting)
 
     def check_room(self, num_tokens: int) -> None:
         """Raises Overloaded, with the true numbers, when a new request may not wait here."""

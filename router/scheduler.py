@@ -69,6 +69,18 @@ def can_prefill(view: PrefillView, num_tokens: int) -> bool:
     return fits and (idle or view.waiting_tokens + num_tokens <= view.max_waiting_tokens)
 
 
+def could_place(demand: Demand, prefills: Sequence[PrefillView], decodes: Sequence[DecodeView]) -> bool:
+    """Whether some pair that is here would have room for the request if it were idle."""
+    return any(
+        decode.worker in prefill.reachable
+        and demand.num_tokens <= max_prompt_tokens(decode.total_blocks, decode.block_size, decode.max_model_len)
+        and blocks_for(demand.num_tokens, prefill.block_size) <= prefill.total_blocks
+        and demand.num_tokens < prefill.max_model_len
+        for decode in decodes
+        for prefill in prefills
+    )
+
+
 def max_prompt_tokens(total_blocks: int, block_size: int, max_model_len: int) -> int:
     """The largest prompt that an idle worker can take: at least one token of the context is left for output."""
     return min(total_blocks * block_size, max_model_len) - 1

@@ -110,13 +110,20 @@ class RequestValidator:
     async def _prompt_ids(self, message: pb.GenerateRequest) -> tuple[int, ...]:
         match message.WhichOneof("prompt"):
             case "text":
-                ids = await self._encode_text(message.text)
+                ids, field = await self._encode_text(message.text), "text"
             case "chat":
-                ids = await self._encode_chat(message.chat)
+                ids, field = await self._encode_chat(message.chat), "chat"
             case "token_ids":
                 return self._given_ids(message.token_ids.ids)
             case _:
                 raise InvalidRequest("one of text, token_ids or chat is required", field="prompt", reason=EMPTY_PROMPT)
+        # Tokens can be added to a tokenizer that its model has no embedding for.
+        if (index := self._first_unknown(ids)) is not None:
+            raise InvalidRequest(
+                f"{field} tokenizes to id {ids[index]} at position {index}; the model's vocabulary is 0 to "
+                f"{self._model.vocab_size - 1}",
+                field=field,
+            )
         return tuple(ids)
 
     def _given_ids(self, ids: Sequence[int]) -> tuple[int, ...]:
@@ -126,14 +133,19 @@ class RequestValidator:
             )
         # The length first: a message may hold millions of ids.
         self._check_prompt_len(len(ids), self.context_len, "token_ids")
-        vocab_size = self._model.vocab_size
-        if min(ids) < 0 or max(ids) >= vocab_size:
-            index, token_id = next((i, id_) for i, id_ in enumerate(ids) if not 0 <= id_ < vocab_size)
+        if (index := self._first_unknown(ids)) is not None:
             raise InvalidRequest(
-                f"token_ids[{index}] is {token_id}; the model's vocabulary is 0 to {vocab_size - 1}",
+                f"token_ids[{index}] is {ids[index]}; the model's vocabulary is 0 to {self._model.vocab_size - 1}",
                 field="token_ids",
             )
         return tuple(ids)
+
+    def _first_unknown(self, ids: Sequence[int]) -> int | None:
+        """Where the first id stands that the model does not have. Not for an empty sequence."""
+        vocab_size = self._model.vocab_size
+        if min(ids) >= 0 and max(ids) < vocab_size:
+            return None
+        return next(index for index, token_id in enumerate(ids) if not 0 <= token_id < vocab_size)
 
     async def _encode_text(self, text: str) -> list[int]:
         if not text:

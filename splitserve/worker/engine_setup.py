@@ -71,9 +71,7 @@ def build_context(
             progress=progress,
             trust=Trust(remote_code=config.trust_remote_code, pickle=config.allow_pickle),
         )
-    fingerprint = model_fingerprint(
-        config.served_model_name or description.name, config.revision or description.revision, runner.layout
-    )
+    fingerprint = model_fingerprint(config.served_model_name or description.name, description.revision, runner.layout)
     # Started unpinned: the KV thread and ZeroMQ's I/O thread inherit every core, so that they stay off the engine's.
     agent = make_agent(config, configure.worker_id, fingerprint, runner.pool, on_event)
     agent.start()

@@ -109,7 +109,8 @@ class Router:
     def __init__(self, **settings: Any) -> None:
         self.config = RouterConfig(**({"reserve_timeout": 1.0, "failover_timeout": 1.0} | settings))
         self.membership = Membership(self.config, "tiny", "r1")
-        self.metrics = RouterMetrics(CollectorRegistry(), "tiny")
+        self.registry = CollectorRegistry()
+        self.metrics = RouterMetrics(self.registry, "tiny")
         self.dispatcher = ClusterDispatcher(self.config, self.membership, self.metrics)
         self._fakes: list[FakeWorker] = []
 

@@ -4,7 +4,9 @@ error."""
 import asyncio
 
 import pytest
+from prometheus_client import generate_latest
 
+from router.flow import RequestFlow
 from router.request import FinishReason
 from router.worker import Role
 from splitserve.service.errors import DeadlineExceeded, Internal, Overloaded, Unavailable
@@ -54,15 +56,15 @@ async def test_finished_request_is_released_as_if_it_ran() -> None:
     assert prefill.channel.of_kind("release") == []
 
 
-async def test_token_that_ends_the_request_leaves_blocks_on_decode() -> None:
-    """C09, C23: the end comes with prefill's token; both sides are told to let go."""
+async def test_token_that_ends_the_request_cancels_its_own_hand_off() -> None:
+    """C09: the end comes with prefill's token, and with it to decode; nothing has failed and nothing is released."""
     router = Router()
     (prefill,), (decode,) = router.pairs()
     task = asyncio.create_task(collect(router.submit(max_tokens=1)))
     attempt = await hand_off(prefill, decode)
     prefill.first(attempt, 0, 100, LENGTH)
     assert ids(await task) == [100]
-    assert decode.channel.of_kind("release") == [attempt]
+    assert decode.channel.of_kind("release") == prefill.channel.of_kind("release") == []
     router.assert_idle()
 
 
@@ -364,6 +366,125 @@ async def test_worker_that_joins_again_keeps_its_old_attempts() -> None:
     prefill.first(second, 0, 100, LENGTH)
     assert ids(await task) == [100]
     router.assert_idle()
+
+
+@pytest.mark.parametrize("is_retry", [False, True])
+async def test_request_that_fits_nobody_blocks_everyone(is_retry: bool) -> None:
+    """C44: it outgrew the pools, or the worker that could hold it has left; others pass it, and it fails."""
+    router = Router(failover_timeout=0.2)
+    prefill = router.join(Role.PREFILL, "p0")
+    decode = router.join(Role.DECODE, "d0")
+    if is_retry:
+        task = asyncio.create_task(collect(router.submit(num_prompt=320)))
+        await hand_off(prefill, decode)
+    else:
+        decode.worker.load = type(decode.worker.load)(blocks_free=0, blocks_in_use=100)
+        task = asyncio.create_task(collect(router.submit(num_prompt=320)))
+        await asyncio.sleep(0.01)
+    router.leave(decode)
+    small = router.join(Role.DECODE, "d1", num_blocks=10)
+    other = asyncio.create_task(collect(router.submit(num_prompt=10)))
+    attempt, start = await small.command("reserve")
+    assert start is not None
+    assert len(start.prompt_ids) == 10
+    small.reserved(attempt)
+    await _who_prefills([prefill], attempt)
+    prefill.accepted(attempt)
+    prefill.first(attempt, 0, 100, LENGTH)
+    assert ids(await other) == [100]
+    with pytest.raises(Unavailable, match="can hold 320 tokens"):
+        await task
+    router.assert_idle()
+
+
+@pytest.mark.parametrize("reason", [Reason.NO_ROOM, Reason.PREEMPTED])
+async def test_full_cluster_fails_what_it_had_to_put_back(reason: Reason) -> None:
+    """Refused or preempted is not failed: it waits as long as its deadline allows, not as long as a failover may."""
+    router = Router(failover_timeout=0.1)
+    (prefill,), (decode,) = router.pairs()
+    task = asyncio.create_task(collect(router.submit()))
+    attempt, _ = await decode.command("reserve")
+    decode.worker.load = type(decode.worker.load)(blocks_free=0, blocks_in_use=100)
+    if reason is Reason.NO_ROOM:
+        decode.refused(attempt)
+    else:
+        decode.reserved(attempt)
+        await prefill.command("prefill")
+        prefill.accepted(attempt)
+        decode.ended(attempt, reason)
+    await asyncio.sleep(0.4)
+    assert not task.done()
+    decode.worker.load = type(decode.worker.load)(blocks_free=100)
+    router.membership.changed()
+    attempt, _ = await decode.command("reserve", 1)
+    decode.reserved(attempt)
+    await _who_prefills([prefill], attempt)
+    prefill.accepted(attempt)
+    prefill.first(attempt, 0, 100, LENGTH)
+    assert ids(await task) == [100]
+
+
+async def test_slow_step_costs_an_attempt() -> None:
+    """A worker answers between two steps, and a step may legally take longer than a reservation is kept."""
+    router = Router(reserve_timeout=0.05, max_attempts=1)
+    (prefill,), (decode,) = router.pairs()
+    task = asyncio.create_task(collect(router.submit()))
+    attempt, _ = await decode.command("reserve")
+    await asyncio.sleep(0.15)
+    decode.reserved(attempt)
+    await prefill.command("prefill")
+    await asyncio.sleep(0.15)
+    prefill.accepted(attempt)
+    prefill.first(attempt, 0, 100, LENGTH)
+    assert ids(await task) == [100]
+
+
+async def test_lost_link_is_blamed_on_the_survivor() -> None:
+    """A prefill worker dies: decode notices first. The dead one is avoided and counted, not the messenger."""
+    router = Router(suspect_timeout=0.5)
+    prefills, (decode,) = router.pairs(3, 1)
+    task = asyncio.create_task(collect(router.submit()))
+    seen: set[str] = set()
+    for _ in range(2):
+        attempt = await _reserved_on(decode, seen)
+        prefill = await _who_prefills(prefills, attempt)
+        prefill.accepted(attempt)
+        decode.ended(attempt, Reason.TRANSFER_FAILED)
+        await asyncio.sleep(0.05)
+        router.leave(prefill)
+    with pytest.raises(Internal, match="2 workers died"):
+        await task
+
+
+async def test_stages_of_a_finished_request_are_not_measured() -> None:
+    router = Router()
+    (prefill,), (decode,) = router.pairs()
+    flow = router.submit()
+    task = asyncio.create_task(_until_finish(flow))
+    attempt = await hand_off(prefill, decode)
+    prefill.first(attempt, 0, 100)
+    decode.token(attempt, 0, 100)
+    decode.token(attempt, 1, 101, LENGTH)
+    await task
+    page = generate_latest(router.registry).decode()
+    for stage in ("queue", "prefill", "handoff", "decode"):
+        assert f'splitserve_request_{stage}_time_seconds_count{{model="tiny"}} 1.0' in page
+
+
+async def _until_finish(flow: RequestFlow) -> None:
+    """Reads as the public edge does: not one step further than the token that finishes."""
+    async for event in flow:
+        if event.finish_reason is not None:
+            break
+    await flow.aclose()
+
+
+async def _reserved_on(decode: FakeWorker, seen: set[str]) -> str:
+    await _who_reserved([decode], *seen)
+    (attempt,) = set(decode.channel.of_kind("reserve")) - seen
+    seen.add(attempt)
+    decode.reserved(attempt)
+    return attempt
 
 
 # Finding out whom the router chose

@@ -92,6 +92,19 @@ async def test_a_bad_prompt_is_named_and_reaches_no_worker(field: str, request_:
         await assert_refused(edge, request_, field, says)
 
 
+@pytest.mark.parametrize(
+    ("field", "prompt", "place"), [("text", "hi<added>", 2), ("chat", [("user", "<added>")], 6)], ids=["text", "chat"]
+)
+async def test_a_token_that_the_model_has_no_row_for_reaches_no_worker(field: str, prompt: object, place: int) -> None:
+    """A tokenizer may have been given tokens that its model has not: their ids kill the engine that looks them up."""
+    model = model_description(vocab_size=257)
+    async with running(Edge(model=model, tokenizer=ByteTokenizer("<added>"))) as edge:
+        says = f"{field} tokenizes to id 257 at position {place}; the model's vocabulary is 0 to 256"
+        await assert_refused(edge, {field: prompt}, field, says)
+        answer = await edge.stub.Tokenize(pb.TokenizeRequest(text="<added>"))
+        assert list(answer.token_ids) == [257], "Tokenize tells what the tokenizer does"
+
+
 async def assert_refused(edge: Edge, request: dict[str, Any], field: str, says: str) -> None:
     error = from_rpc_error(await edge.refusal(**request))
     assert isinstance(error, InvalidRequest)
