@@ -70,7 +70,8 @@ class Dialer:
             if endpoints.get(peer.worker_id) != peer.endpoint:
                 del self._peers[peer.worker_id]
                 if peer.link is not None:
-                    self._outbox.cut(peer.link, "the peer has left")
+                    has_moved = peer.worker_id in endpoints
+                    self._outbox.cut(peer.link, "the peer has moved" if has_moved else "the peer has left")
         now = self._clock()
         for worker_id, endpoint in endpoints.items():
             if worker_id not in self._peers:
@@ -132,6 +133,8 @@ class Dialer:
             return
         peer.link = None
         self._source.link_lost(link, reason)
+        if peer.worker_id not in self._peers:
+            return  # dropped by our owner, who would take a report for one of a peer that is still to be linked
         if peer.state is PeerState.REFUSED:
             return
         peer.state = PeerState.WAITING

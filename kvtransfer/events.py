@@ -77,7 +77,10 @@ class LinkUp:
 
 @dataclass(frozen=True)
 class LinkDown:
-    """The link is gone, or could not be made. It is dialled again with back-off."""
+    """The link is gone, or could not be made. It is dialled again with back-off.
+
+    Not given for a peer that `set_peers` no longer names: its links end without a word.
+    """
 
     worker_id: str
     reason: str
