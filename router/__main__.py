@@ -36,7 +36,7 @@ _STOP_GRACE_S = 2.0
 def main(config: RouterConfig) -> int:
     configure_logging("router", config.log_level)
     try:
-        model = locate_model(config.model, revision=config.revision)
+        model = locate_model(config.model, revision=config.revision, loads_weights=False)
         tokenizer = Tokenizer.load(model.directory)
     except SplitserveError as error:
         log.error("cannot serve", reason=error.message)

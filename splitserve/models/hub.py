@@ -14,7 +14,8 @@ from splitserve.models.progress import Progress, report
 from splitserve.service.errors import InvalidRequest, NotFound, Unavailable
 
 _REPOSITORY_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
-_WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+_SETTINGS = ("*.json", "*.jinja", "tokenizer.model")
+_WANTED = (*_SETTINGS, "*.safetensors")
 # Other folders hold other formats of the same weights, and `consolidated` is a second copy of them.
 _UNWANTED = ("*/*", "consolidated*")
 
@@ -56,6 +57,12 @@ def fetch_repository(
                 field="model",
             )
         directory = _download(repository, revision, [*wanted, "*.bin"], progress)
+    return Snapshot(directory, directory.name)
+
+
+def fetch_settings(repository: str, revision: str | None, progress: Progress | None = None) -> Snapshot:
+    """Configuration and tokenizer alone, whatever the weights are. Raises as `fetch_repository`."""
+    directory = _download(repository, revision, list(_SETTINGS), progress)
     return Snapshot(directory, directory.name)
 
 

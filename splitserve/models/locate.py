@@ -11,7 +11,7 @@ from splitserve.models.default_model import DEFAULT_MODEL, default_directory
 from splitserve.models.description import ModelDescription, describe
 from splitserve.models.directory import check_directory, content_digest
 from splitserve.models.gguf import convert_gguf, read_manifest
-from splitserve.models.hub import fetch_repository, is_repository_id
+from splitserve.models.hub import fetch_repository, fetch_settings, is_repository_id
 from splitserve.models.progress import Progress
 from splitserve.service.errors import InvalidRequest, NotFound
 
@@ -24,12 +24,14 @@ def locate_model(
     progress: Progress | None = None,
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
+    loads_weights: bool = True,
 ) -> ModelDescription:
     """Finds, fetches or converts a model and describes it.
 
     `model` is None for the default, a directory, a `.gguf` file or a Hugging Face repository id. `revision` (branch,
-    tag or commit) is for repositories only. Raises `InvalidRequest` for what cannot be served, `NotFound` for what does
-    not exist, `Unavailable` where a network is needed and not there.
+    tag or commit) is for repositories only. Without `loads_weights` the caller will read configuration and tokenizer
+    alone: nothing has to be trusted for that, and a repository's weights are not fetched. Raises `InvalidRequest` for
+    what cannot be served, `NotFound` for what does not exist, `Unavailable` where a network is needed and not there.
     """
     if revision is not None and not _may_be_repository(model):
         raise InvalidRequest(f"--revision {revision} is for repositories: {model or 'the default model'} is none")
@@ -38,7 +40,8 @@ def locate_model(
         return _described(default_directory(cache, progress))
     path = Path(model).expanduser()
     if path.is_dir():
-        check_directory(path, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
+        if loads_weights:
+            check_directory(path, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
         return _described(path.resolve())
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
@@ -48,6 +51,9 @@ def locate_model(
         raise InvalidRequest(f"{model} is neither a directory nor a .gguf file", field="model")
     if not is_repository_id(model):
         raise NotFound(f"there is no directory {model}, and it is not a repository id (owner/name)", field="model")
+    if not loads_weights:
+        settings = fetch_settings(model, revision, progress)
+        return describe(settings.directory, model, settings.commit)
     snapshot = fetch_repository(
         model, revision, progress, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle
     )

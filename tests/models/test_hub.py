@@ -78,6 +78,16 @@ def test_pickled_weights_are_fetched_unasked_or_never(hub: FakeHub, tmp_path: Pa
     assert "pytorch_model.bin" in hub.requested
 
 
+def test_a_reader_of_the_tokenizer_fetches_or_must_trust_the_weights(hub: FakeHub, tmp_path: Path) -> None:
+    hub.files["pytorch_model.bin"] = hub.files.pop("model.safetensors")
+    read = locate(hub.url, tmp_path / "home", loads_weights=False)
+    assert (read["name"], read["revision"]) == (REPOSITORY, COMMIT)
+    assert hub.requested == {"config.json", "tokenizer.json"}
+    # What it left in the cache is not taken for the whole model.
+    assert locate(hub.url, tmp_path / "home", allow_pickle=True)["revision"] == COMMIT
+    assert "pytorch_model.bin" in hub.requested
+
+
 def test_an_unknown_name_or_revision_is_tried_again(hub: FakeHub, tmp_path: Path) -> None:
     unknown = locate(hub.url, tmp_path / "home", model="maker/nothing")
     assert unknown["error"] == "NotFound"

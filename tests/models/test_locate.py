@@ -126,6 +126,13 @@ def test_remote_code_is_run_unasked(tmp_path: Path) -> None:
     assert locate_model(str(write_model(tmp_path / "n", auto_map=auto_map))).name == "n"
 
 
+def test_a_reader_of_the_tokenizer_has_to_trust_the_weights(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m", model_type="mine", auto_map={"AutoModelForCausalLM": "modeling.Mine"})
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    read = locate_model(str(folder), loads_weights=False)
+    assert read == locate_model(str(folder), allow_pickle=True, trust_remote_code=True)
+
+
 def test_a_missing_shard_is_found_only_while_loading(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m")
     index = {"weight_map": {"w": "model.safetensors", "v": "model-00002-of-00002.safetensors"}}

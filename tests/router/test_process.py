@@ -1,0 +1,69 @@
+"""How the router's process could fail to start on settings that are right. Each test runs `python -m router`."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny_models import add_tokenizer
+
+CONFIG = {
+    "architectures": ["MineForCausalLM"],
+    "model_type": "mine",
+    "auto_map": {"AutoModelForCausalLM": "modeling.Mine"},
+    "vocab_size": 384,
+    "max_position_embeddings": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "hidden_size": 64,
+}
+
+
+@pytest.fixture
+def pickled(tmp_path: Path) -> Path:
+    """A model with pickled weights and code of its own: workers need two flags for it."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    add_tokenizer(folder)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "pytorch_model.bin").write_bytes(b"never read by a router")
+    return folder
+
+
+@contextmanager
+def router(model: Path, *flags: str) -> Iterator[dict[str, Any]]:
+    """The log line that says where it listens; an early end fails the test with all that it wrote."""
+    ports = ("--grpc-port", "0", "--http-port", "0", "--internal-port", "0")
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "router", "--model", str(model), *ports, *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        lines: list[str] = []
+        for line in process.stdout:
+            lines.append(line)
+            if '"listening"' in line:
+                yield json.loads(line)
+                break
+        else:
+            pytest.fail(f"the router ended with {process.wait()}:\n{''.join(lines)}")
+        process.terminate()
+        assert process.wait() == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_a_model_that_only_workers_have_to_trust_was_refused_by_the_router(pickled: Path) -> None:
+    """It loads neither weights nor code, so there is nothing to allow."""
+    with router(pickled) as listening:
+        assert listening["grpc"] > 0
