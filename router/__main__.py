@@ -10,7 +10,7 @@ from fastapi import FastAPI
 
 from router.config import RouterConfig
 from router.dispatcher import ClusterDispatcher
-from router.grpc_server import SERVER_OPTIONS, InferenceServer
+from router.grpc_server import SERVER_OPTIONS, InferenceServer, add_port
 from router.http import create_app
 from router.join import ClusterServicer
 from router.membership import Membership
@@ -96,11 +96,7 @@ class Router:
     async def _start_internal(self) -> int:
         server = grpc.aio.server(options=SERVER_OPTIONS)
         pb_grpc.add_ClusterServiceServicer_to_server(self._cluster, server)
-        address = f"{self._config.internal_bind}:{self._config.internal_port}"
-        try:
-            port = server.add_insecure_port(address)
-        except RuntimeError as error:
-            raise OSError(f"cannot listen on {address}: {error}") from error
+        port = add_port(server, self._config.internal_bind, self._config.internal_port)
         await server.start()
         self._internal = server
         return port

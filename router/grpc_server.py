@@ -1,4 +1,7 @@
-"""Serves the public gRPC port: the inference service, health and reflection. Run by the composition root."""
+"""Serves the public gRPC port: the inference service, health and reflection. Run by the composition root.
+
+What every gRPC port of the router shares is here, too: its options and how it is bound.
+"""
 
 import asyncio
 import contextlib
@@ -28,6 +31,16 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
+def add_port(server: grpc.aio.Server, bind: str, port: int) -> int:
+    """Binds `server` to a host name, an IPv4 or an IPv6 address, and returns the port, which differs from `port` where
+    that is 0. OSError if the address cannot be bound."""
+    address = f"[{bind}]:{port}" if ":" in bind else f"{bind}:{port}"
+    try:
+        return server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {address}: {error}") from error
+
+
 class InferenceServer:
     """One public port. Owns the server and the reporter of its health."""
 
@@ -44,10 +57,7 @@ class InferenceServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
         names = (INFERENCE_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
-        try:
-            bound = server.add_insecure_port(f"[{bind}]:{port}" if ":" in bind else f"{bind}:{port}")
-        except RuntimeError as error:
-            raise OSError(f"cannot listen on {bind}:{port}: {error}") from error
+        bound = add_port(server, bind, port)
         await server.start()
         self._server = server
         self._health_task = asyncio.create_task(self._health.run(), name="health")

@@ -1,6 +1,7 @@
 """How the router's process could fail to start on settings that are right. Each test runs `python -m router`."""
 
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -67,3 +68,12 @@ def test_a_model_that_only_workers_have_to_trust_was_refused_by_the_router(pickl
     """It loads neither weights nor code, so there is nothing to allow."""
     with router(pickled) as listening:
         assert listening["grpc"] > 0
+
+
+def test_an_internal_address_of_ipv6_could_not_be_bound(pickled: Path) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6 loopback")
+    with router(pickled, "--bind", "::1", "--internal-bind", "::1") as listening:
+        socket.create_connection(("::1", listening["internal"])).close()
