@@ -1,0 +1,170 @@
+"""Placement as a table: who gets a request although it has no room, and who gets it although another fits better."""
+
+from dataclasses import replace
+
+import pytest
+
+from router.scheduler import (
+    DecodeView,
+    Demand,
+    Placement,
+    PrefillView,
+    blocks_for,
+    can_decode,
+    can_prefill,
+    max_prompt_tokens,
+    place,
+)
+
+B = 16
+
+D0 = DecodeView(
+    worker="d0", available_blocks=10, total_blocks=10, block_size=B, free_seqs=4, max_model_len=1000, numerics="n"
+)
+D1 = replace(D0, worker="d1")
+P0 = PrefillView(
+    worker="p0",
+    available_blocks=10,
+    total_blocks=10,
+    block_size=B,
+    waiting_tokens=0,
+    max_waiting_tokens=100,
+    max_model_len=1000,
+    reachable=frozenset({"d0", "d1"}),
+)
+P1 = replace(P0, worker="p1")
+SMALL = Demand(20)
+
+
+def where(
+    demand: Demand, prefills: list[PrefillView], decodes: list[DecodeView], routing: str = "least_loaded", turn: int = 0
+) -> tuple[str, str] | None:
+    placement = place(demand, prefills, decodes, "round_robin" if routing == "round_robin" else "least_loaded", turn)
+    return None if placement is None else (placement.prefill, placement.decode)
+
+
+@pytest.mark.parametrize(
+    ("change", "num_tokens", "fits"),
+    [
+        ({"available_blocks": 2}, 2 * B - 1, True),
+        ({"available_blocks": 2}, 2 * B, False),  # no slot for the first decoded token
+        ({"available_blocks": 0}, 1, False),
+        ({"available_blocks": -3}, 1, False),
+        ({"free_seqs": 1}, 20, True),
+        ({"free_seqs": 0}, 20, False),
+        ({"free_seqs": -1}, 20, False),
+        ({"max_model_len": 21}, 20, True),
+        ({"max_model_len": 20}, 20, False),
+    ],
+)
+def test_decode_worker_without_room_is_chosen(change: dict[str, int], num_tokens: int, fits: bool) -> None:
+    full = replace(D0, **change)  # type: ignore[arg-type]
+    assert can_decode(full, num_tokens) is fits
+    assert where(Demand(num_tokens), [P0], [full]) == (("p0", "d0") if fits else None)
+    assert where(Demand(num_tokens), [P0], [full, D1]) is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "num_tokens", "fits"),
+    [
+        ({"available_blocks": 2}, 2 * B, True),  # prefill keeps no slot for a decoded token
+        ({"available_blocks": 2}, 2 * B + 1, False),
+        ({"available_blocks": -1}, 1, False),
+        ({"waiting_tokens": 80}, 20, True),
+        ({"waiting_tokens": 81}, 20, False),
+        ({"waiting_tokens": 0, "max_waiting_tokens": 10}, 20, True),  # an idle one takes any prompt that it can hold
+        ({"waiting_tokens": 1, "max_waiting_tokens": 10}, 20, False),
+        ({"max_model_len": 21}, 20, True),
+        ({"max_model_len": 20}, 20, False),
+    ],
+)
+def test_prefill_worker_without_room_is_chosen(change: dict[str, int], num_tokens: int, fits: bool) -> None:
+    full = replace(P0, **change)  # type: ignore[arg-type]
+    assert can_prefill(full, num_tokens) is fits
+    assert where(Demand(num_tokens), [full], [D0]) == (("p0", "d0") if fits else None)
+    assert where(Demand(num_tokens), [full, P1], [D0]) is not None
+
+
+def test_pair_that_cannot_exchange_blocks_is_chosen() -> None:
+    assert where(SMALL, [replace(P0, reachable=frozenset())], [D0]) is None
+    assert where(SMALL, [replace(P0, reachable=frozenset({"d1"}))], [D0]) is None
+    # Only the fuller one of two can be reached.
+    near_full = replace(D1, available_blocks=3)
+    assert where(SMALL, [replace(P0, reachable=frozenset({"d1"}))], [D0, near_full]) == ("p0", "d1")
+    # Each prefill worker reaches another decode worker: the pairs are not mixed.
+    prefills = [replace(P0, reachable=frozenset({"d1"})), replace(P1, reachable=frozenset({"d0"}))]
+    assert where(SMALL, prefills, [D0, near_full]) == ("p1", "d0")
+
+
+def test_nobody_is_asked_or_one_role_is_missing() -> None:
+    assert where(SMALL, [], []) is None
+    assert where(SMALL, [P0], []) is None
+    assert where(SMALL, [], [D0]) is None
+
+
+def test_attempt_goes_on_where_recomputation_is_not_exact() -> None:
+    """Equal numerics come before avoidance and before load; other numerics before not running at all."""
+    other = replace(D0, numerics="other")
+    busy = replace(D1, available_blocks=3)
+    assert where(SMALL, [P0], [other, busy]) == ("p0", "d0")
+    assert where(Demand(20, numerics="n"), [P0], [other, busy]) == ("p0", "d1")
+    assert where(Demand(20, frozenset({"d1"}), "n"), [P0], [other, busy]) == ("p0", "d1")
+    assert where(Demand(20, numerics="n"), [P0], [other]) == ("p0", "d0")
+    assert where(Demand(20, numerics="n"), [P0], [other], "round_robin") == ("p0", "d0")
+    assert where(Demand(20, numerics="n"), [P0], [other, busy], "round_robin") == ("p0", "d1")
+
+
+def test_worker_that_failed_the_request_is_asked_again_first() -> None:
+    """Avoided however idle, on both sides; but better than nobody."""
+    busy_d1, busy_p1 = replace(D1, available_blocks=3), replace(P1, waiting_tokens=50)
+    prefills, decodes = [P0, busy_p1], [D0, busy_d1]
+    for routing in ("least_loaded", "round_robin"):
+        assert where(Demand(20, frozenset({"d0"})), prefills, decodes, routing) == ("p0", "d1")
+        assert where(Demand(20, frozenset({"p0"})), prefills, decodes, routing) == ("p1", "d0")
+        assert where(Demand(20, frozenset({"p0", "d0"})), prefills, decodes, routing) == ("p1", "d1")
+        assert where(Demand(20, frozenset({"p0", "d0"})), [P0], [D0], routing) == ("p0", "d0")
+        # One of the two is avoided when both cannot be.
+        assert where(Demand(20, frozenset({"p0", "d0"})), prefills, [D0], routing) == ("p1", "d0")
+
+
+def test_round_robin_stays_on_one_worker() -> None:
+    prefills, decodes = [P0, P1], [D0, D1]
+    chosen = [where(SMALL, prefills, decodes, "round_robin", turn) for turn in range(4)]
+    assert chosen == [("p0", "d0"), ("p1", "d1"), ("p0", "d0"), ("p1", "d1")]
+    # Load does not matter to it, room does.
+    loaded = [replace(D0, available_blocks=2), D1]
+    assert where(SMALL, prefills, loaded, "round_robin") == ("p0", "d0")
+    assert where(SMALL, prefills, [replace(D0, available_blocks=1), D1], "round_robin") == ("p0", "d1")
+
+
+def test_least_loaded_chooses_a_busier_worker() -> None:
+    assert where(SMALL, [P0], [replace(D0, available_blocks=9), D1]) == ("p0", "d1")
+    # Loaded means the used part of its own pool, not blocks.
+    large = replace(D0, available_blocks=30, total_blocks=100)
+    assert where(SMALL, [P0], [large, replace(D1, available_blocks=9)]) == ("p0", "d1")
+    assert where(SMALL, [replace(P0, waiting_tokens=10), P1], [D0]) == ("p1", "d0")
+    # The decode worker's load comes first, because a sequence stays there longest.
+    assert where(
+        SMALL,
+        [replace(P0, reachable=frozenset({"d0"})), replace(P1, reachable=frozenset({"d1"}), waiting_tokens=50)],
+        [replace(D0, available_blocks=9), D1],
+    ) == ("p1", "d1")
+
+
+def test_equally_loaded_workers_do_not_take_turns() -> None:
+    chosen = [where(SMALL, [P0, P1], [D0, D1], turn=turn) for turn in range(2)]
+    assert chosen == [("p0", "d0"), ("p1", "d1")]
+
+
+def test_placement_names_the_wrong_sides() -> None:
+    assert place(SMALL, [P0], [D0], "least_loaded", 0) == Placement(prefill="p0", decode="d0")
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (B - 1, 1), (B, 1), (B + 1, 2), (2 * B, 2)])
+def test_blocks_are_miscounted(tokens: int, blocks: int) -> None:
+    assert blocks_for(tokens, B) == blocks
+
+
+def test_largest_prompt_leaves_no_room_for_output() -> None:
+    assert max_prompt_tokens(10, B, 1000) == 10 * B - 1
+    assert max_prompt_tokens(100, B, 1000) == 999
