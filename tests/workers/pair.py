@@ -168,9 +168,18 @@ class Pair:
 
     # The router's part
 
-    def reserve(self, prompt: Sequence[int], outputs: Sequence[int] = (), attempt: str = "", **changes: Any) -> str:
+    def reserve(
+        self,
+        prompt: Sequence[int],
+        outputs: Sequence[int] = (),
+        attempt: str = "",
+        *,
+        session: int = 1,
+        timeout_s: float = 60.0,
+        **changes: Any,
+    ) -> str:
         attempt = attempt or uuid.uuid4().hex
-        self.decode.inbox.put(messages.Reserve(1, attempt, _start(prompt, outputs, **changes), timeout_s=60.0))
+        self.decode.inbox.put(messages.Reserve(session, attempt, _start(prompt, outputs, **changes), timeout_s))
         return attempt
 
     def ticket(self, attempt: str) -> Any:
@@ -179,14 +188,23 @@ class Pair:
                 return report.ticket
         return None
 
-    def prefill_attempt(self, attempt: str, prompt: Sequence[int], outputs: Sequence[int] = (), **changes: Any) -> None:
+    def prefill_attempt(
+        self,
+        attempt: str,
+        prompt: Sequence[int],
+        outputs: Sequence[int] = (),
+        *,
+        session: int = 1,
+        timeout_s: float = 60.0,
+        **changes: Any,
+    ) -> None:
         self.until(lambda: self.ticket(attempt) is not None)
         start = _start(prompt, outputs, **changes)
-        self.prefill.inbox.put(messages.Prefill(1, attempt, start, self.ticket(attempt), timeout_s=60.0))
+        self.prefill.inbox.put(messages.Prefill(session, attempt, start, self.ticket(attempt), timeout_s))
 
-    def begin(self, prompt: Sequence[int], outputs: Sequence[int] = (), **changes: Any) -> str:
-        attempt = self.reserve(prompt, outputs, **changes)
-        self.prefill_attempt(attempt, prompt, outputs, **changes)
+    def begin(self, prompt: Sequence[int], outputs: Sequence[int] = (), *, session: int = 1, **changes: Any) -> str:
+        attempt = self.reserve(prompt, outputs, session=session, **changes)
+        self.prefill_attempt(attempt, prompt, outputs, session=session, **changes)
         return attempt
 
     def tokens(self, attempt: str) -> list[messages.Token]:
