@@ -64,6 +64,7 @@ class Router:
                 dispatcher=self._dispatcher,
                 limits=self._membership.limits,
                 metrics=metrics,
+                request_timeout_s=config.request_timeout,
                 has_chat_template=tokenizer.has_chat_template,
             )
         )

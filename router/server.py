@@ -54,6 +54,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         dispatcher: Dispatcher,
         limits: Callable[[], ClusterLimits],
         metrics: RouterMetrics,
+        request_timeout_s: float,
         has_chat_template: bool = False,
     ) -> None:
         self._model = model
@@ -62,6 +63,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         self._dispatcher = dispatcher
         self._limits = limits
         self._metrics = metrics
+        self._request_timeout_s = request_timeout_s
         self._has_chat_template = has_chat_template
 
     # The stubs know generators only. A coroutine that writes is gRPC's other form, and the safe one: when the client
@@ -69,7 +71,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def Generate(  # type: ignore[override]  # noqa: N802
         self, request: pb.GenerateRequest, context: Context
     ) -> None:
-        deadline = _deadline(context)
+        deadline = _deadline(context, self._request_timeout_s)
         record = self._metrics.begin()
         scope = asyncio.timeout_at(deadline)
         try:
@@ -121,7 +123,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         self,
         message: pb.GenerateRequest,
         context: Context,
-        deadline: float | None,
+        deadline: float,
         record: RequestRecord,
     ) -> Outcome:
         request = await self._validator.validate(message, deadline=deadline, traceparent=_traceparent(context))
@@ -229,8 +231,8 @@ async def _answer(context: Context, answer: Awaitable[Answer]) -> Answer:
         await context.abort_with_status(to_status(error))
 
 
-def _outcome_of_leaving(deadline: float | None) -> Outcome:
-    is_late = deadline is not None and _now() > deadline - _DEADLINE_SLACK_S
+def _outcome_of_leaving(deadline: float) -> Outcome:
+    is_late = _now() > deadline - _DEADLINE_SLACK_S
     return Outcome.DEADLINE if is_late else Outcome.CANCELLED
 
 
@@ -243,9 +245,10 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _deadline(context: Context) -> float | None:
+def _deadline(context: Context, request_timeout_s: float) -> float:
+    """The client's deadline or our own, whichever is sooner."""
     remaining: float | None = context.time_remaining()
-    return None if remaining is None else _now() + remaining
+    return _now() + (request_timeout_s if remaining is None else min(remaining, request_timeout_s))
 
 
 def _traceparent(context: Context) -> str:

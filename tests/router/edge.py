@@ -28,6 +28,7 @@ class Edge:
     tokenizer: ByteTokenizer | Tokenizer = field(default_factory=ByteTokenizer)
     limits: Callable[[], ClusterLimits] = lambda: NO_LIMITS
     encoder: Encoder | None = None
+    request_timeout_s: float = 600.0
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     port: int = 0
     server: InferenceServer = field(init=False)
@@ -99,6 +100,7 @@ async def running(edge: Edge) -> AsyncIterator[Edge]:
         dispatcher=edge.dispatcher,
         limits=edge.limits,
         metrics=metrics,
+        request_timeout_s=edge.request_timeout_s,
     )
     edge.server = InferenceServer(servicer)
     edge.port = await edge.server.start("127.0.0.1", 0)

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import threading
 
 import grpc
 import pytest
@@ -225,11 +226,50 @@ async def test_a_deadline_ends_the_call_and_the_work() -> None:
         assert request.deadline is not None
 
 
-async def test_a_call_without_deadline_has_none() -> None:
-    async with running(Edge()) as edge:
-        await collect(edge.generate(timeout=None))
+async def test_a_client_that_neither_reads_nor_leaves_is_ended_by_the_routers_own_limit() -> None:
+    """The handler is then inside a write that can never end, and the client set no deadline."""
+    model = model_description(max_model_len=60_000)
+    dispatcher = FakeDispatcher(lambda _: events([97] * 50_000, None))
+    async with running(Edge(dispatcher, model, request_timeout_s=1.0)) as edge:
+        before = len(asyncio.all_tasks())
+        call = edge.generate(request_id="x" * 256, timeout=None)
+        await edge.settled()
+        assert 0 < dispatcher.generations[0].num_taken < 50_000
+        assert edge.dispatcher.all_closed
+        assert edge.outcomes() == {"deadline": 1}
+        # Whoever reads at last learns that it was cut off.
+        _, failure = await broken(call)
+        assert failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await until(lambda: len(asyncio.all_tasks()) <= before)
+
+
+async def test_text_that_takes_too_long_to_tokenize_is_ended_by_the_routers_own_limit() -> None:
+    go_on = threading.Event()
+
+    class SlowTokenizer(ByteTokenizer):
+        def encode(self, text: str) -> list[int]:
+            go_on.wait()
+            return super().encode(text)
+
+    async with running(Edge(encoder=SlowTokenizer(), request_timeout_s=0.3)) as edge:
+        try:
+            refusal = await edge.refusal(timeout=None)
+        finally:
+            go_on.set()
+        assert refusal.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert edge.outcomes() == {"deadline": 1}
+        assert edge.dispatcher.generations == []
+
+
+@pytest.mark.parametrize(("timeout", "request_timeout_s"), [(None, 50.0), (900, 50.0), (50, 900.0)])
+async def test_the_shorter_of_both_limits_counts_from_arrival(timeout: float | None, request_timeout_s: float) -> None:
+    async with running(Edge(request_timeout_s=request_timeout_s)) as edge:
+        arrival = asyncio.get_running_loop().time()
+        await collect(edge.generate(timeout=timeout))
         [request] = edge.dispatcher.requests
-        assert request.deadline is None
+        assert request.deadline is not None
+        # gRPC rounds deadlines, and the call took its time: far less than what the limits differ by.
+        assert request.deadline == pytest.approx(arrival + 50, abs=40)
 
 
 async def test_200_cancelled_calls_leave_nothing_behind_and_hurt_no_other() -> None:
