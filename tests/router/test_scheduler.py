@@ -1,6 +1,7 @@
 """Placement as a table: who gets a request although it has no room, and who gets it although another fits better."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from router.scheduler import (
     blocks_for,
     can_decode,
     can_prefill,
+    could_place,
     max_prompt_tokens,
     place,
 )
@@ -94,6 +96,41 @@ def test_pair_that_cannot_exchange_blocks_is_chosen() -> None:
     # Each prefill worker reaches another decode worker: the pairs are not mixed.
     prefills = [replace(P0, reachable=frozenset({"d1"})), replace(P1, reachable=frozenset({"d0"}))]
     assert where(SMALL, prefills, [D0, near_full]) == ("p1", "d0")
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "num_tokens", "could"),
+    [
+        ({}, {}, 10 * B - 1, True),
+        ({}, {}, 10 * B, False),  # no slot for the first decoded token on decode
+        ({"total_blocks": 9, "available_blocks": 9}, {}, 9 * B, True),
+        ({"total_blocks": 9, "available_blocks": 9}, {}, 9 * B + 1, False),
+        ({"max_model_len": 21}, {}, 20, True),
+        ({"max_model_len": 20}, {}, 20, False),
+        ({}, {"max_model_len": 21}, 20, True),
+        ({}, {"max_model_len": 20}, 20, False),
+        ({"reachable": frozenset()}, {}, 20, False),
+        ({"available_blocks": 0, "waiting_tokens": 999}, {"available_blocks": 0, "free_seqs": 0}, 20, True),
+    ],
+)
+def test_busy_and_impossible_are_confused(
+    prefill: dict[str, Any], decode: dict[str, Any], num_tokens: int, could: bool
+) -> None:
+    """What an idle pair could take is waited for; what none could is not."""
+    prefills, decodes = [replace(P0, **prefill)], [replace(D0, **decode)]
+    assert could_place(Demand(num_tokens), prefills, decodes) is could
+    assert could_place(Demand(num_tokens), [], decodes) is False
+    assert could_place(Demand(num_tokens), prefills, []) is False
+    if not could:
+        assert where(Demand(num_tokens), prefills, decodes) is None
+
+
+def test_limits_of_two_pairs_are_mixed() -> None:
+    """p0 is large and reaches the small d0 only, p1 is small and reaches the large d1: no pair is large."""
+    prefills = [replace(P0, reachable=frozenset({"d0"})), replace(P1, total_blocks=2, reachable=frozenset({"d1"}))]
+    decodes = [replace(D0, total_blocks=2), D1]
+    assert not could_place(Demand(100), prefills, decodes)
+    assert could_place(Demand(20), prefills, decodes)
 
 
 def test_nobody_is_asked_or_one_role_is_missing() -> None:

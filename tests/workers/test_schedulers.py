@@ -13,10 +13,15 @@ from prefill_worker.scheduler import Chunk, PromptView
 
 B = 4
 
+
+def view(key: str, num_tokens: int, num_blocks: int, num_unshared: int | None = None) -> SequenceView:
+    return SequenceView(key, num_tokens, num_blocks, num_blocks if num_unshared is None else num_unshared)
+
+
 # One block each, and the next token needs a second one.
-FULL = [SequenceView(key, B + 1, 1) for key in ("old", "mid", "new")]
+FULL = [view(key, B + 1, 1) for key in ("old", "mid", "new")]
 # The next token's slot is the last one of the block.
-FITS = [SequenceView(key, B, 1) for key in ("old", "mid", "new")]
+FITS = [view(key, B, 1) for key in ("old", "mid", "new")]
 
 
 def plan(
@@ -58,14 +63,20 @@ def test_an_older_sequence_gives_way_to_a_younger_one() -> None:
 
 
 def test_more_sequences_are_preempted_than_needed() -> None:
-    large = SequenceView("new", 3 * B, 3)
+    large = view("new", 3 * B, 3)
     assert plan([FULL[0], FULL[1], large]) == StepPlan(run=["old", "mid"], grow=["old", "mid"], preempt=["new"])
     # One block came free, and two of the three needed one: the middle one gives way as well.
     assert plan(FULL) == StepPlan(run=["old"], grow=["old"], preempt=["new", "mid"])
 
 
+def test_blocks_that_others_hold_are_counted_as_freed() -> None:
+    """The youngest shares two of its three blocks: its end frees one."""
+    shared = view("new", 3 * B, 3, num_unshared=1)
+    assert plan([FULL[0], FULL[1], shared]) == StepPlan(run=["old"], grow=["old"], preempt=["new", "mid"])
+
+
 def test_oldest_sequence_is_preempted() -> None:
-    alone = [SequenceView("old", 3 * B + 1, 3), SequenceView("new", 1, 1)]
+    alone = [view("old", 3 * B + 1, 3), view("new", 1, 1)]
     assert plan(alone) == StepPlan(run=["old"], grow=["old"], preempt=["new"])
     with pytest.raises(AssertionError, match="oldest"):
         plan(alone[:1])
@@ -85,7 +96,11 @@ def pools(draw: st.DrawFn) -> PoolState:
     """Any state that decode can reach: a table lacks at most one slot, and one sequence alone always fits."""
     block_size = draw(st.integers(1, 4))
     sizes = draw(st.lists(st.tuples(st.integers(1, 5), st.integers(1 - block_size, 1)), max_size=8))
-    running = [SequenceView(f"s{i}", blocks * block_size + over, blocks) for i, (blocks, over) in enumerate(sizes)]
+    running = [
+        # The last block is always a sequence's own.
+        view(f"s{index}", blocks * block_size + over, blocks, draw(st.integers(1, blocks)))
+        for index, (blocks, over) in enumerate(sizes)
+    ]
     incomplete = [f"r{i}" for i in range(draw(st.integers(0, 3)))]
     revoking = draw(st.booleans())
     available = draw(st.integers(0, 6))
@@ -105,8 +120,8 @@ def test_some_pool_makes_decode_lose_or_overdraw(pool: PoolState) -> None:
         available=pool.available,
         block_size=pool.block_size,
     )
-    views = {view.key: view for view in pool.running}
-    order = [view.key for view in pool.running]
+    views = {one.key: one for one in pool.running}
+    order = [one.key for one in pool.running]
     sitting_out = set(order) - set(step.run) - set(step.preempt)
     assert not set(step.run) & set(step.preempt)
     assert len(step.run) + len(step.preempt) + len(sitting_out) == len(order)
@@ -116,7 +131,7 @@ def test_some_pool_makes_decode_lose_or_overdraw(pool: PoolState) -> None:
     # Those preempted are the youngest.
     assert set(step.preempt) == set(order[len(order) - len(step.preempt) :])
     # Growth: exactly where a slot is missing, one block each, out of what is there or was taken back.
-    freed = sum(views[key].num_blocks for key in step.preempt)
+    freed = sum(views[key].num_unshared for key in step.preempt)
     assert len(step.grow) <= pool.available + freed
     needy = {key for key in order if views[key].num_tokens > views[key].num_blocks * pool.block_size}
     assert set(step.grow) == set(step.run) & needy
