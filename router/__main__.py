@@ -16,6 +16,7 @@ from router.join import ClusterServicer
 from router.membership import Membership
 from router.metrics import RouterMetrics
 from router.server import InferenceServicer
+from router.tokenizing import TokenizingLimits
 from router.validation import RequestValidator
 from splitserve.models.description import ModelDescription
 from splitserve.models.locate import locate_model
@@ -55,7 +56,14 @@ class Router:
         metrics = RouterMetrics(self._registry, model.name)
         self._membership = Membership(config, model.name, model.revision)
         self._dispatcher = ClusterDispatcher(config, self._membership, metrics)
-        self._validator = RequestValidator(model, tokenizer, self._membership.limits)
+        self._validator = RequestValidator(
+            model,
+            tokenizer,
+            self._membership.limits,
+            tokenizing=TokenizingLimits(
+                max_requests=config.max_tokenizing_requests, max_bytes=config.max_tokenizing_bytes
+            ),
+        )
         self._public = InferenceServer(
             InferenceServicer(
                 model=model,

@@ -126,8 +126,8 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         deadline: float,
         record: RequestRecord,
     ) -> Outcome:
-        request = await self._validator.validate(message, deadline=deadline, traceparent=_traceparent(context))
         try:
+            request = await self._validator.validate(message, deadline=deadline, traceparent=_traceparent(context))
             generation = self._dispatcher.submit(request)
         except SplitserveError:
             record.refuse()

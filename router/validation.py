@@ -4,13 +4,12 @@
 the threads on which text is tokenized; everything else is a pure function of the message and the model.
 """
 
-import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from router.request import ClusterLimits, GenerationRequest
 from router.sampling import fit_to_context, read_sampling
+from router.tokenizing import TokenizerThreads, TokenizingLimits
 from splitserve.models.description import ModelDescription
 from splitserve.service.errors import InvalidRequest, NotFound
 from splitserve.v1 import inference_pb2 as pb
@@ -18,6 +17,8 @@ from splitserve.v1 import inference_pb2 as pb
 MAX_REQUEST_ID_CHARS = 256
 # Text longer than this many bytes per token of context is refused unseen: real text has three to five bytes a token.
 MAX_BYTES_PER_TOKEN = 16
+
+DEFAULT_TOKENIZING = TokenizingLimits()
 
 CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
 PROMPT_TOO_LARGE = "PROMPT_TOO_LARGE"
@@ -42,16 +43,16 @@ class RequestValidator:
         encoder: Encoder,
         limits: Callable[[], ClusterLimits],
         *,
-        num_tokenizer_threads: int = 2,
+        tokenizing: TokenizingLimits = DEFAULT_TOKENIZING,
     ) -> None:
         self._model = model
         self._encoder = encoder
         self._limits = limits
-        self._tokenizer_threads = ThreadPoolExecutor(num_tokenizer_threads, thread_name_prefix="tokenize")
+        self._tokenizer_threads = TokenizerThreads(tokenizing)
 
     def close(self) -> None:
         """Gives the threads back without waiting for text that is still being tokenized."""
-        self._tokenizer_threads.shutdown(wait=False, cancel_futures=True)
+        self._tokenizer_threads.close()
 
     @property
     def context_len(self) -> int:
@@ -62,7 +63,7 @@ class RequestValidator:
     async def validate(
         self, message: pb.GenerateRequest, *, deadline: float | None = None, traceparent: str = ""
     ) -> GenerationRequest:
-        """Raises InvalidRequest (with `field`) or NotFound; then nothing was started for the request."""
+        """Raises InvalidRequest (with `field`), NotFound or Overloaded; then nothing was started for the request."""
         if len(message.request_id) > MAX_REQUEST_ID_CHARS:
             raise InvalidRequest(
                 f"request_id has {len(message.request_id)} characters; at most {MAX_REQUEST_ID_CHARS} are allowed",
@@ -150,8 +151,9 @@ class RequestValidator:
     async def _encode_text(self, text: str) -> list[int]:
         if not text:
             raise InvalidRequest("text is empty: a prompt needs at least one token", field="text", reason=EMPTY_PROMPT)
-        self._check_text_bytes(len(text.encode()), "text")
-        return await self._off_loop(lambda: self._encoder.encode(text), "text")
+        num_bytes = len(text.encode())
+        self._check_text_bytes(num_bytes, "text")
+        return await self._off_loop(lambda: self._encoder.encode(text), num_bytes, "text")
 
     async def _encode_chat(self, chat: pb.Chat) -> list[int]:
         if not chat.messages:
@@ -162,13 +164,14 @@ class RequestValidator:
                 field="chat",
                 reason=CONTEXT_LENGTH_EXCEEDED,
             )
-        self._check_text_bytes(sum(len(m.role.encode()) + len(m.content.encode()) for m in chat.messages), "chat")
+        num_bytes = sum(len(m.role.encode()) + len(m.content.encode()) for m in chat.messages)
+        self._check_text_bytes(num_bytes, "chat")
         messages = [{"role": message.role, "content": message.content} for message in chat.messages]
-        return await self._off_loop(lambda: self._encoder.encode_chat(messages), "chat")
+        return await self._off_loop(lambda: self._encoder.encode_chat(messages), num_bytes, "chat")
 
-    async def _off_loop(self, encode: Callable[[], list[int]], field: str) -> list[int]:
+    async def _off_loop(self, encode: Callable[[], list[int]], num_bytes: int, field: str) -> list[int]:
         try:
-            ids = await asyncio.get_running_loop().run_in_executor(self._tokenizer_threads, encode)
+            ids = await self._tokenizer_threads.run(encode, num_bytes)
         except InvalidRequest as error:  # the tokenizer knows what is wrong, but not which field of ours it was given
             raise InvalidRequest(error.message, reason=error.reason, field=field) from error
         if not ids:

@@ -12,6 +12,7 @@ from router.grpc_server import InferenceServer
 from router.metrics import Outcome, RouterMetrics
 from router.request import ClusterLimits
 from router.server import InferenceServicer
+from router.tokenizing import TokenizingLimits
 from router.validation import Encoder, RequestValidator
 from splitserve.models.description import ModelDescription
 from splitserve.models.tokenizer import Tokenizer
@@ -29,6 +30,7 @@ class Edge:
     limits: Callable[[], ClusterLimits] = lambda: NO_LIMITS
     encoder: Encoder | None = None
     request_timeout_s: float = 600.0
+    tokenizing: TokenizingLimits = field(default_factory=TokenizingLimits)
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     port: int = 0
     server: InferenceServer = field(init=False)
@@ -92,7 +94,7 @@ def request_of(**kwargs: object) -> pb.GenerateRequest:
 @asynccontextmanager
 async def running(edge: Edge) -> AsyncIterator[Edge]:
     metrics = RouterMetrics(edge.registry, edge.model.name)
-    validator = RequestValidator(edge.model, edge.encoder or edge.tokenizer, edge.limits)
+    validator = RequestValidator(edge.model, edge.encoder or edge.tokenizer, edge.limits, tokenizing=edge.tokenizing)
     servicer = InferenceServicer(
         model=edge.model,
         detokenizer=edge.tokenizer,
