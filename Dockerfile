@@ -41,6 +41,7 @@ RUN useradd --uid 10001 --user-group --create-home --shell /usr/sbin/nologin spl
 COPY deploy/healthcheck.py /opt/
 RUN --mount=type=bind,from=package,source=/dist,target=/dist pip install --quiet --no-deps --no-index /dist/*.whl
 ENV PYTHONUNBUFFERED=1 \
+    GRPC_VERBOSITY=ERROR \
     PIP_NO_CACHE_DIR=1 \
     SPLITSERVE_CACHE=/var/cache/splitserve \
     HF_HOME=/var/cache/splitserve/huggingface

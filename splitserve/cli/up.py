@@ -189,6 +189,8 @@ def child_environment() -> dict[str, str]:
     own = {ENVIRONMENT_PREFIX + field.name.upper() for field in fields(UpConfig)}
     env = {name: value for name, value in os.environ.items() if name not in own}
     env["PYTHONUNBUFFERED"] = "1"
+    # gRPC's core reports every goodbye of a peer on stderr, in a form that is not our log's.
+    env.setdefault("GRPC_VERBOSITY", "ERROR")
     if sys.stderr.isatty():
         env.setdefault(LOG_FORMAT_VARIABLE, "console")
     return env

@@ -86,6 +86,16 @@ def test_command_line_lacks_what_a_process_needs() -> None:
     assert "--cores" not in decode.argv
 
 
+@pytest.mark.parametrize(("set_by_user", "expected"), [(None, "ERROR"), ("debug", "debug")])
+def test_grpcs_own_log_was_mixed_into_the_output_or_could_not_be_had(
+    set_by_user: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
+    if set_by_user is not None:
+        monkeypatch.setenv("GRPC_VERBOSITY", set_by_user)
+    assert up.child_environment()["GRPC_VERBOSITY"] == expected
+
+
 def test_pasted_command_would_ask_another_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda _: None)
     monkeypatch.chdir(Path(sys.executable).parent.parent)
