@@ -11,7 +11,6 @@ from router.scheduler import (
     Placement,
     PrefillView,
     blocks_for,
-    can_decode,
     can_prefill,
     could_place,
     max_prompt_tokens,
@@ -46,24 +45,29 @@ def where(
 
 
 @pytest.mark.parametrize(
-    ("change", "num_tokens", "fits"),
+    ("change", "demand", "fits"),
     [
-        ({"available_blocks": 2}, 2 * B - 1, True),
-        ({"available_blocks": 2}, 2 * B, False),  # no slot for the first decoded token
-        ({"available_blocks": 0}, 1, False),
-        ({"available_blocks": -3}, 1, False),
-        ({"free_seqs": 1}, 20, True),
-        ({"free_seqs": 0}, 20, False),
-        ({"free_seqs": -1}, 20, False),
-        ({"max_model_len": 21}, 20, True),
-        ({"max_model_len": 20}, 20, False),
+        ({"available_blocks": 2}, Demand(2 * B - 1), True),
+        ({"available_blocks": 2}, Demand(2 * B), False),  # no slot for the first decoded token
+        ({"available_blocks": 0}, Demand(1), False),
+        ({"available_blocks": -3}, Demand(1), False),
+        ({"free_seqs": 1}, Demand(20), True),
+        ({"free_seqs": 0}, Demand(20), False),
+        ({"free_seqs": -1}, Demand(20), False),
+        ({"max_model_len": 21}, Demand(20), True),
+        ({"max_model_len": 20}, Demand(20), False),
+        # Samples share whole blocks; each has one of its own for the rest and its first decoded token.
+        ({"available_blocks": 5}, Demand(2 * B + 1, num_samples=3), True),
+        ({"available_blocks": 5}, Demand(2 * B, num_samples=3), True),
+        ({"available_blocks": 4}, Demand(2 * B, num_samples=3), False),
+        ({"free_seqs": 3}, Demand(20, num_samples=3), True),
+        ({"free_seqs": 2}, Demand(20, num_samples=3), False),
     ],
 )
-def test_decode_worker_without_room_is_chosen(change: dict[str, int], num_tokens: int, fits: bool) -> None:
+def test_decode_worker_without_room_is_chosen(change: dict[str, int], demand: Demand, fits: bool) -> None:
     full = replace(D0, **change)  # type: ignore[arg-type]
-    assert can_decode(full, num_tokens) is fits
-    assert where(Demand(num_tokens), [P0], [full]) == (("p0", "d0") if fits else None)
-    assert where(Demand(num_tokens), [P0], [full, D1]) is not None
+    assert where(demand, [P0], [full]) == (("p0", "d0") if fits else None)
+    assert where(demand, [P0], [full, D1]) is not None
 
 
 @pytest.mark.parametrize(
@@ -99,30 +103,32 @@ def test_pair_that_cannot_exchange_blocks_is_chosen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "num_tokens", "could"),
+    ("prefill", "decode", "demand", "could"),
     [
-        ({}, {}, 10 * B - 1, True),
-        ({}, {}, 10 * B, False),  # no slot for the first decoded token on decode
-        ({"total_blocks": 9, "available_blocks": 9}, {}, 9 * B, True),
-        ({"total_blocks": 9, "available_blocks": 9}, {}, 9 * B + 1, False),
-        ({"max_model_len": 21}, {}, 20, True),
-        ({"max_model_len": 20}, {}, 20, False),
-        ({}, {"max_model_len": 21}, 20, True),
-        ({}, {"max_model_len": 20}, 20, False),
-        ({"reachable": frozenset()}, {}, 20, False),
-        ({"available_blocks": 0, "waiting_tokens": 999}, {"available_blocks": 0, "free_seqs": 0}, 20, True),
+        ({}, {}, Demand(10 * B - 1), True),
+        ({}, {}, Demand(10 * B), False),  # no slot for the first decoded token on decode
+        ({"total_blocks": 9, "available_blocks": 9}, {}, Demand(9 * B), True),
+        ({"total_blocks": 9, "available_blocks": 9}, {}, Demand(9 * B + 1), False),
+        ({"max_model_len": 21}, {}, Demand(20), True),
+        ({"max_model_len": 20}, {}, Demand(20), False),
+        ({}, {"max_model_len": 21}, Demand(20), True),
+        ({}, {"max_model_len": 20}, Demand(20), False),
+        ({"reachable": frozenset()}, {}, Demand(20), False),
+        ({"available_blocks": 0, "waiting_tokens": 999}, {"available_blocks": 0, "free_seqs": 0}, Demand(20), True),
+        ({}, {}, Demand(8 * B, num_samples=2), True),
+        ({}, {}, Demand(8 * B, num_samples=3), False),
     ],
 )
 def test_busy_and_impossible_are_confused(
-    prefill: dict[str, Any], decode: dict[str, Any], num_tokens: int, could: bool
+    prefill: dict[str, Any], decode: dict[str, Any], demand: Demand, could: bool
 ) -> None:
     """What an idle pair could take is waited for; what none could is not."""
     prefills, decodes = [replace(P0, **prefill)], [replace(D0, **decode)]
-    assert could_place(Demand(num_tokens), prefills, decodes) is could
-    assert could_place(Demand(num_tokens), [], decodes) is False
-    assert could_place(Demand(num_tokens), prefills, []) is False
+    assert could_place(demand, prefills, decodes) is could
+    assert could_place(demand, [], decodes) is False
+    assert could_place(demand, prefills, []) is False
     if not could:
-        assert where(Demand(num_tokens), prefills, decodes) is None
+        assert where(demand, prefills, decodes) is None
 
 
 def test_limits_of_two_pairs_are_mixed() -> None:
@@ -145,7 +151,7 @@ def test_attempt_goes_on_where_recomputation_is_not_exact() -> None:
     busy = replace(D1, available_blocks=3)
     assert where(SMALL, [P0], [other, busy]) == ("p0", "d0")
     assert where(Demand(20, numerics="n"), [P0], [other, busy]) == ("p0", "d1")
-    assert where(Demand(20, frozenset({"d1"}), "n"), [P0], [other, busy]) == ("p0", "d1")
+    assert where(Demand(20, avoid=frozenset({"d1"}), numerics="n"), [P0], [other, busy]) == ("p0", "d1")
     assert where(Demand(20, numerics="n"), [P0], [other]) == ("p0", "d0")
     assert where(Demand(20, numerics="n"), [P0], [other], "round_robin") == ("p0", "d0")
     assert where(Demand(20, numerics="n"), [P0], [other, busy], "round_robin") == ("p0", "d1")
@@ -156,12 +162,12 @@ def test_worker_that_failed_the_request_is_asked_again_first() -> None:
     busy_d1, busy_p1 = replace(D1, available_blocks=3), replace(P1, waiting_tokens=50)
     prefills, decodes = [P0, busy_p1], [D0, busy_d1]
     for routing in ("least_loaded", "round_robin"):
-        assert where(Demand(20, frozenset({"d0"})), prefills, decodes, routing) == ("p0", "d1")
-        assert where(Demand(20, frozenset({"p0"})), prefills, decodes, routing) == ("p1", "d0")
-        assert where(Demand(20, frozenset({"p0", "d0"})), prefills, decodes, routing) == ("p1", "d1")
-        assert where(Demand(20, frozenset({"p0", "d0"})), [P0], [D0], routing) == ("p0", "d0")
+        assert where(Demand(20, avoid=frozenset({"d0"})), prefills, decodes, routing) == ("p0", "d1")
+        assert where(Demand(20, avoid=frozenset({"p0"})), prefills, decodes, routing) == ("p1", "d0")
+        assert where(Demand(20, avoid=frozenset({"p0", "d0"})), prefills, decodes, routing) == ("p1", "d1")
+        assert where(Demand(20, avoid=frozenset({"p0", "d0"})), [P0], [D0], routing) == ("p0", "d0")
         # One of the two is avoided when both cannot be.
-        assert where(Demand(20, frozenset({"p0", "d0"})), prefills, [D0], routing) == ("p1", "d0")
+        assert where(Demand(20, avoid=frozenset({"p0", "d0"})), prefills, [D0], routing) == ("p1", "d0")
 
 
 def test_round_robin_stays_on_one_worker() -> None:
