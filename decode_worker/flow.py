@@ -1,60 +1,31 @@
 """One attempt's path through a decode worker: reserved → blocks arrived → running → ended.
 
-Runs on the engine thread and owns sequences and the allocator. While a transfer is open its blocks belong to the KV
-thread: this side neither reads nor frees them, and takes them back only with the transfer's terminal event.
+Runs on the engine thread and owns reservations, sequences and the allocator. While a transfer is open its blocks belong
+to the KV thread: this side neither reads nor frees them, and takes them back only with the transfer's terminal event.
 """
 
-import enum
 import time
 import uuid
 from collections import defaultdict
-from dataclasses import dataclass, field
 
 import msgspec
 import structlog
 
-from decode_worker.scheduler import SequenceView, plan_step
+from decode_worker.scheduler import SequenceView, StepPlan, plan_step
+from decode_worker.state import Phase, Reservation, Sequence
 from kvtransfer import events
 from kvtransfer.ticket import Ticket
 from splitserve.engine.allocator import BlockAllocator
 from splitserve.engine.batch import Segment
 from splitserve.engine.block_keys import block_keys
-from splitserve.engine.sampler import SamplingParams
 from splitserve.service.reasons import Reason
 from splitserve.worker import messages
 from splitserve.worker.engine_setup import EngineContext
+from splitserve.worker.load import load_report
 from splitserve.worker.payload import decode_finish
-from splitserve.worker.sampling import Draw, draw_tokens, sampling_params
+from splitserve.worker.sampling import Draw, draw_tokens, samples_problem, sampling_params
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
-
-
-class Phase(enum.Enum):
-    RECEIVING = enum.auto()
-    RUNNING = enum.auto()
-    CLOSING = enum.auto()
-    "The transfer is being cancelled; its blocks come back with the terminal event."
-
-
-@dataclass(slots=True)
-class Sequence:
-    """One sample of one attempt. `token_ids` is prompt + outputs; the last one's KV is not in the pool yet."""
-
-    attempt: str
-    session: int
-    transfer_id: str
-    params: SamplingParams
-    sample: int
-    num_prompt: int
-    token_ids: list[int]
-    blocks: list[int]
-    deadline: float
-    traceparent: str
-    phase: Phase = field(default=Phase.RECEIVING)
-
-    @property
-    def num_outputs(self) -> int:
-        return len(self.token_ids) - self.num_prompt
 
 
 class DecodeEngine:
@@ -70,9 +41,9 @@ class DecodeEngine:
         # A sequence that alone fills the pool ends by length instead of waiting for blocks that cannot come.
         self._max_len = min(context.max_model_len, context.runner.pool.num_blocks * self._layout.block_size)
         self._allocator = BlockAllocator(context.runner.pool.num_blocks)
-        # In order of arrival: the oldest first.
-        self._sequences: dict[str, Sequence] = {}
-        self._by_transfer: dict[str, Sequence] = {}
+        # Both in order of arrival: the oldest first.
+        self._reservations: dict[str, Reservation] = {}
+        self._running: dict[str, Sequence] = {}
 
     # Commands and events
 
@@ -81,74 +52,80 @@ class DecodeEngine:
             case messages.Reserve():
                 self._reserve(item)
             case messages.Release(attempt=attempt):
-                self._release(self._sequences.get(attempt), "released by the router")
+                self._release(attempt, "released by the router")
             case messages.EndSession(session=session):
-                for sequence in [s for s in self._sequences.values() if s.session == session]:
-                    self._release(sequence, "the router is gone")
+                reserved = {r.attempt for r in self._reservations.values() if r.session == session}
+                running = {s.attempt for s in self._running.values() if s.session == session}
+                for orphan in reserved | running:
+                    self._release(orphan, "the router is gone")
             case messages.SetPeers():
                 pass  # A sink dials nobody: sources come to its endpoint.
             case events.TransferComplete():
                 self._join(item)
             case events.TransferFailed(transfer_id=transfer_id, reason=reason, detail=detail):
-                self._transfer_failed(transfer_id, f"{reason}: {detail}")
+                self._transfer_failed(transfer_id, f"{reason.value.lower()}: {detail}")
             case _:
                 log.warning("unexpected message", type=type(item).__name__)
 
     def _reserve(self, command: messages.Reserve) -> None:
-        """Room means the whole sequence so far plus the slot of the first decoded token."""
-        if command.attempt in self._sequences:
+        """Room means the tokens so far and, per sample, the block in which its first decoded token comes to lie."""
+        if command.attempt in self._reservations or self._sequences_of(command.attempt):
             return
-        if len(command.start.samples) != 1:
-            self._refuse(command, Reason.INVALID, "an attempt of several samples is not served")
+        samples = command.start.samples
+        if problem := samples_problem(samples):
+            self._refuse(command, Reason.INVALID, problem)
             return
-        sample = command.start.samples[0]
-        token_ids = command.start.prompt_ids + sample.output_ids
-        num_blocks = self._layout.blocks_for(len(token_ids) + 1)
-        if refusal := self._too_large(len(token_ids), num_blocks):
+        token_ids = command.start.prompt_ids + samples[0].output_ids
+        num_full = len(token_ids) // self._layout.block_size
+        if refusal := self._too_large(token_ids, num_full + len(samples)):
             self._refuse(command, Reason.TOO_LARGE, refusal)
             return
-        if len(self._sequences) >= self._context.config.max_num_seqs:
-            self._refuse(command, Reason.NO_ROOM, f"{len(self._sequences)} sequences run already")
+        num_held = len(self._running) + self._num_reserved
+        if num_held + len(samples) > self._context.config.max_num_seqs:
+            self._refuse(command, Reason.NO_ROOM, f"{num_held} sequences run or are reserved already")
             return
-        blocks = self._allocator.reserve(num_blocks)
+        blocks = self._allocator.reserve(num_full + len(samples))
         if blocks is None:
             available = self._allocator.available
-            self._refuse(command, Reason.NO_ROOM, f"{num_blocks} blocks needed, {available} available")
+            self._refuse(command, Reason.NO_ROOM, f"{num_full + len(samples)} blocks needed, {available} available")
             return
-        sequence = Sequence(
+        reservation = Reservation(
             attempt=command.attempt,
             session=command.session,
             transfer_id=uuid.uuid4().hex,
             params=sampling_params(command.start.limits),
-            sample=sample.index,
+            samples=samples,
             num_prompt=len(command.start.prompt_ids),
             token_ids=token_ids,
-            blocks=blocks,
+            full_blocks=blocks[:num_full],
+            own_blocks=blocks[num_full:],
             deadline=time.monotonic() + command.timeout_s,
             traceparent=command.traceparent,
         )
-        self._sequences[sequence.attempt] = sequence
-        self._by_transfer[sequence.transfer_id] = sequence
-        num_to_receive = self._layout.blocks_for(len(token_ids))
+        self._reservations[reservation.attempt] = reservation
+        self._open_transfer(reservation, command.timeout_s)
+
+    def _open_transfer(self, reservation: Reservation, timeout_s: float) -> None:
+        num_blocks = self._layout.blocks_for(len(reservation.token_ids))
         self._agent.expect(
-            sequence.transfer_id, blocks[:num_to_receive], num_cached_blocks=0, timeout_s=command.timeout_s
+            reservation.transfer_id, reservation.blocks[:num_blocks], num_cached_blocks=0, timeout_s=timeout_s
         )
         ticket = Ticket(
-            transfer_id=sequence.transfer_id,
+            transfer_id=reservation.transfer_id,
             sink_worker_id=self._context.worker_id,
             num_cached_blocks=0,
-            num_blocks=num_to_receive,
+            num_blocks=num_blocks,
         )
         # Before the answer, so that a router never sees the answer without the room that it took.
         self._publish(self.load())
-        self._publish(messages.Reserved(session=command.session, attempt=command.attempt, ticket=ticket))
+        self._publish(messages.Reserved(session=reservation.session, attempt=reservation.attempt, ticket=ticket))
 
-    def _too_large(self, num_tokens: int, num_blocks: int) -> str | None:
-        if num_tokens >= self._context.max_model_len:
-            return f"{num_tokens} tokens leave no room for output: the context is {self._context.max_model_len}"
+    def _too_large(self, token_ids: list[int], num_blocks: int) -> str | None:
+        if len(token_ids) >= self._context.max_model_len:
+            return f"{len(token_ids)} tokens leave no room for output: the context is {self._context.max_model_len}"
         total = self._allocator.counts.total
         if num_blocks > total:
-            return f"{num_tokens} tokens and their first output need {num_blocks} blocks: the pool has {total}"
+            return f"{len(token_ids)} tokens and their first output need {num_blocks} blocks: the pool has {total}"
         return None
 
     def _refuse(self, command: messages.Reserve, reason: Reason, message: str) -> None:
@@ -156,124 +133,174 @@ class DecodeEngine:
             messages.Refused(session=command.session, attempt=command.attempt, reason=reason, message=message)
         )
 
+    # From reservation to sequences
+
     def _join(self, event: events.TransferComplete) -> None:
-        """Every block is here and verified: the sequence takes part from the next step on."""
-        sequence = self._by_transfer.pop(event.transfer_id, None)
-        if sequence is None:
+        """Every block is here and verified: the samples take part from the next step on."""
+        reservation = self._taken_back(event.transfer_id)
+        if reservation is None:
             log.warning("a transfer completed that nobody waits for", transfer=event.transfer_id)
             return
-        self._allocator.adopt(sequence.blocks)
-        if sequence.phase is Phase.CLOSING:
-            self._drop(sequence)
-            return
-        sequence.phase = Phase.RUNNING
+        self._allocator.adopt(reservation.blocks)
         try:
-            token = self._first_token(sequence, event)
-        except (msgspec.DecodeError, ValueError) as error:
-            self._end(sequence, Reason.INVALID, f"the prefill worker's Finish is not what was asked for: {error}")
-        else:
-            self._take_tokens([(sequence, token)])
+            tokens = self._first_tokens(reservation, event)
+        except (msgspec.MsgspecError, ValueError) as error:
+            self._allocator.release(reservation.blocks)
+            message = f"the prefill worker's Finish is not what was asked for: {error}"
+            self._report_end(reservation, Reason.INVALID, message)
+            return
+        if reservation.phase is Phase.CLOSING:
+            self._allocator.release(reservation.blocks)
+            return
+        sequences = self._split(reservation)
+        self._running.update({sequence.key: sequence for sequence in sequences})
+        self._take_tokens(list(zip(sequences, tokens, strict=True)))
 
-    def _first_token(self, sequence: Sequence, event: events.TransferComplete) -> messages.Token:
-        """Raises ValueError when the blocks are those of other tokens, or the token is not the next one."""
-        keys = block_keys(sequence.token_ids, self._layout.block_size, {"model": self._context.fingerprint.model})
+    def _first_tokens(self, reservation: Reservation, event: events.TransferComplete) -> list[messages.Token]:
+        """Raises ValueError when the blocks are those of other tokens, or the tokens are not the next ones."""
+        keys = block_keys(reservation.token_ids, self._layout.block_size, {"model": self._context.fingerprint.model})
         if event.keys != keys:
             raise ValueError("its blocks belong to other tokens")
-        (token,) = decode_finish(event.payload)
-        if (token.sample, token.position) != (sequence.sample, sequence.num_outputs):
-            raise ValueError(f"it holds token {token.position} of sample {token.sample}")
-        return token
+        tokens = decode_finish(event.payload)
+        expected = [(sample.index, len(sample.output_ids)) for sample in reservation.samples]
+        if [(token.sample, token.position) for token in tokens] != expected:
+            raise ValueError("it holds tokens of other samples or positions")
+        if any(not 0 <= token.token_id < self._runner.vocab_size for token in tokens):
+            raise ValueError("it holds a token outside of the vocabulary")
+        return tokens
+
+    def _split(self, reservation: Reservation) -> list[Sequence]:
+        """One sequence per sample: whole blocks are shared, the partial last one is copied for each."""
+        pool, source = self._runner.pool, reservation.own_blocks[0]
+        has_partial_block = len(reservation.token_ids) % self._layout.block_size > 0
+        sequences = []
+        for number, (sample, own) in enumerate(zip(reservation.samples, reservation.own_blocks, strict=True)):
+            if number > 0:
+                self._allocator.share(reservation.full_blocks)
+                if has_partial_block:
+                    pool.write(own, pool.view(source))
+            sequences.append(
+                Sequence(
+                    attempt=reservation.attempt,
+                    session=reservation.session,
+                    params=reservation.params,
+                    sample=sample.index,
+                    num_prompt=reservation.num_prompt,
+                    token_ids=list(reservation.token_ids),
+                    blocks=[*reservation.full_blocks, own],
+                    traceparent=reservation.traceparent,
+                )
+            )
+        return sequences
 
     def _transfer_failed(self, transfer_id: str, detail: str) -> None:
-        sequence = self._by_transfer.pop(transfer_id, None)
-        if sequence is None:
-            return
-        self._allocator.cancel_reservation(sequence.blocks)
-        del self._sequences[sequence.attempt]
-        if sequence.phase is not Phase.CLOSING:
-            self._report_end(sequence, Reason.TRANSFER_FAILED, detail)
+        reservation = self._taken_back(transfer_id)
+        if reservation is not None:
+            self._allocator.cancel_reservation(reservation.blocks)
+            self._report_end(reservation, Reason.TRANSFER_FAILED, detail)
+
+    def _taken_back(self, transfer_id: str) -> Reservation | None:
+        """The reservation whose transfer has ended, no longer one."""
+        found = next((r for r in self._reservations.values() if r.transfer_id == transfer_id), None)
+        return None if found is None else self._reservations.pop(found.attempt)
 
     # Endings
 
-    def _release(self, sequence: Sequence | None, reason: str) -> None:
-        if sequence is None:
-            return
-        if sequence.phase is Phase.RUNNING:
+    def _release(self, attempt: str, reason: str) -> None:
+        """Lets everything of an attempt go; blocks under way come back with their transfer's end."""
+        reservation = self._reservations.get(attempt)
+        if reservation is not None and reservation.phase is Phase.RECEIVING:
+            reservation.phase = Phase.CLOSING
+            self._agent.cancel(reservation.transfer_id, reason)
+        for sequence in self._sequences_of(attempt):
             self._drop(sequence)
-        elif sequence.phase is Phase.RECEIVING:
-            sequence.phase = Phase.CLOSING
-            self._agent.cancel(sequence.transfer_id, reason)
 
-    def _end(self, sequence: Sequence, reason: Reason, message: str) -> None:
-        if sequence.phase is not Phase.CLOSING:
-            self._report_end(sequence, reason, message)
-        self._release(sequence, message)
+    def _end(self, holder: Reservation | Sequence, reason: Reason, message: str) -> None:
+        """Tells the router that the attempt is lost, with all its samples, then lets it go."""
+        self._report_end(holder, reason, message)
+        self._release(holder.attempt, message)
 
-    def _report_end(self, sequence: Sequence, reason: Reason, message: str) -> None:
+    def _report_end(self, holder: Reservation | Sequence, reason: Reason, message: str) -> None:
+        """Once per attempt: one that is closing has been reported, or nobody wants to hear of it."""
+        if isinstance(holder, Reservation) and holder.phase is Phase.CLOSING:
+            return
         log.warning(
             "attempt ended",
-            attempt=sequence.attempt,
+            attempt=holder.attempt,
             reason=reason.value,
             detail=message,
-            traceparent=sequence.traceparent,
+            traceparent=holder.traceparent,
         )
         self._publish(
-            messages.AttemptEnded(session=sequence.session, attempt=sequence.attempt, reason=reason, message=message)
+            messages.AttemptEnded(session=holder.session, attempt=holder.attempt, reason=reason, message=message)
         )
 
     def _drop(self, sequence: Sequence) -> None:
-        del self._sequences[sequence.attempt]
+        del self._running[sequence.key]
         self._allocator.release(sequence.blocks)
+
+    def _sequences_of(self, attempt: str) -> list[Sequence]:
+        return [sequence for sequence in self._running.values() if sequence.attempt == attempt]
+
+    @property
+    def _num_reserved(self) -> int:
+        return sum(len(reservation.samples) for reservation in self._reservations.values())
 
     def expire(self, now: float) -> None:
         """A reservation has a deadline; what runs is watched by the step clock and by the router."""
-        for sequence in list(self._sequences.values()):
-            if sequence.phase is Phase.RECEIVING and now > sequence.deadline:
-                self._end(sequence, Reason.TIMEOUT, "the reservation's blocks did not arrive in time")
+        for reservation in list(self._reservations.values()):
+            if reservation.phase is Phase.RECEIVING and now > reservation.deadline:
+                self._end(reservation, Reason.TIMEOUT, "the reservation's blocks did not arrive in time")
 
     # Steps
 
     def has_work(self) -> bool:
-        return any(sequence.phase is Phase.RUNNING for sequence in self._sequences.values())
+        return bool(self._running)
 
-    def step(self) -> None:
-        batch = self._schedule()
+    def step(self) -> bool:
+        batch = self._carry_out(self._plan())
         if not batch:
-            return
+            return False
         logits = self._runner.run(
             [Segment([s.token_ids[-1]], len(s.token_ids) - 1, s.blocks, wants_logits=True) for s in batch]
         )
         draws = [Draw(s.params, s.sample, s.num_prompt, s.num_outputs) for s in batch]
         tokens = draw_tokens(logits, draws, self._eos_token_ids, self._max_len)
-        drawn = []
         for sequence, token in zip(batch, tokens, strict=True):
-            if token is None:
+            if token is None and sequence.key in self._running:
                 self._end(sequence, Reason.INTERNAL, "the model's logits are not finite")
-            else:
-                drawn.append((sequence, token))
-        self._take_tokens(drawn)
+        self._take_tokens(
+            [(s, token) for s, token in zip(batch, tokens, strict=True) if token is not None and s.key in self._running]
+        )
+        return True
 
-    def _schedule(self) -> list[Sequence]:
-        """Carries out the scheduler's plan and returns the sequences to compute."""
-        in_phase = defaultdict(list)
-        for sequence in self._sequences.values():
-            in_phase[sequence.phase].append(sequence)
-        plan = plan_step(
-            [SequenceView(s.attempt, len(s.token_ids), len(s.blocks)) for s in in_phase[Phase.RUNNING]],
-            [s.attempt for s in in_phase[Phase.RECEIVING]],
-            revoking=bool(in_phase[Phase.CLOSING]),
+    def _plan(self) -> StepPlan:
+        incomplete = [r for r in self._reservations.values() if r.phase is Phase.RECEIVING]
+        return plan_step(
+            [
+                SequenceView(s.key, len(s.token_ids), len(s.blocks), self._allocator.count_unshared(s.blocks))
+                for s in self._running.values()
+            ],
+            [reservation.attempt for reservation in incomplete],
+            revoking=len(incomplete) < len(self._reservations),
             available=self._allocator.available,
             block_size=self._layout.block_size,
         )
+
+    def _carry_out(self, plan: StepPlan) -> list[Sequence]:
+        """Takes and gives blocks as planned; returns the sequences to compute."""
         if plan.revoke:
-            self._end(self._sequences[plan.revoke], Reason.PREEMPTED, "its blocks went to a running sequence")
+            self._end(self._reservations[plan.revoke], Reason.PREEMPTED, "its blocks went to a running sequence")
         for key in plan.preempt:
-            self._end(self._sequences[key], Reason.PREEMPTED, "out of blocks")
-        for key in plan.grow:
-            block = self._allocator.allocate(1)
-            assert block is not None, "the plan grows only into available blocks"
-            self._sequences[key].blocks += block
-        return [self._sequences[key] for key in plan.run]
+            if key in self._running:  # its attempt may have ended with a sibling
+                self._end(self._running[key], Reason.PREEMPTED, "out of blocks")
+        batch = [self._running[key] for key in plan.run if key in self._running]
+        for sequence in batch:
+            if sequence.key in plan.grow:
+                block = self._allocator.allocate(1)
+                assert block is not None, "the plan grows only into available blocks"
+                sequence.blocks += block
+        return batch
 
     def _take_tokens(self, drawn: list[tuple[Sequence, messages.Token]]) -> None:
         """Appends each token to its sequence; every router gets its own in one message, and the finished leave."""
@@ -287,23 +314,16 @@ class DecodeEngine:
             self._publish(messages.StepTokens(session=session, tokens=tokens))
 
     def load(self) -> messages.Load:
-        counts = self._allocator.counts
-        stats = self._agent.stats()
-        num_running = sum(s.phase is Phase.RUNNING for s in self._sequences.values())
-        return messages.Load(
-            blocks_free=counts.free,
-            blocks_cached=counts.cached,
-            blocks_in_use=counts.in_use,
-            blocks_reserved=counts.reserved,
-            num_running=num_running,
-            num_waiting=len(self._sequences) - num_running,
+        return load_report(
+            self._allocator.counts,
+            self._agent.stats(),
+            num_running=len(self._running),
+            num_waiting=self._num_reserved,
             waiting_tokens=0,
-            kv_bytes_sent=stats.bytes_sent,
-            kv_bytes_received=stats.bytes_received,
         )
 
     def check(self) -> None:
-        if self._sequences:
+        if self._running or self._reservations:
             self._allocator.check()
         else:
             self._allocator.check_idle()

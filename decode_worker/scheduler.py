@@ -11,6 +11,8 @@ class SequenceView:
     key: str
     num_tokens: int
     num_blocks: int
+    num_unshared: int
+    "Blocks that nobody else holds: what its end would free."
 
 
 @dataclass(slots=True)
@@ -49,7 +51,7 @@ def plan_step(
         elif waiting:
             victim = waiting.pop()
             plan.preempt.append(victim.key)
-            available += victim.num_blocks
+            available += victim.num_unshared
             waiting.insert(0, sequence)
         else:
             assert sequence.key != running[0].key, "the oldest sequence alone always fits: its length is bounded"

@@ -7,8 +7,10 @@ here, refusal apart, therefore leads through the transfer's terminal event.
 
 import time
 from dataclasses import dataclass, field
+from itertools import chain
 
 import structlog
+import torch
 
 from kvtransfer import events
 from kvtransfer.ticket import Ticket
@@ -20,8 +22,9 @@ from splitserve.engine.sampler import SamplingParams
 from splitserve.service.reasons import Reason
 from splitserve.worker import messages
 from splitserve.worker.engine_setup import EngineContext
+from splitserve.worker.load import load_report
 from splitserve.worker.payload import encode_finish
-from splitserve.worker.sampling import Draw, draw_tokens, sampling_params
+from splitserve.worker.sampling import Draw, draw_tokens, samples_problem, sampling_params
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
@@ -34,7 +37,7 @@ class PrefillAttempt:
     session: int
     ticket: Ticket
     params: SamplingParams
-    sample: messages.Sample
+    samples: list[messages.Sample]
     num_prompt: int
     token_ids: list[int]
     blocks: list[int]
@@ -78,7 +81,7 @@ class PrefillEngine:
             case events.TransferAcked(transfer_id=transfer_id):
                 self._forget(transfer_id)
             case events.TransferFailed(transfer_id=transfer_id, reason=reason, detail=detail):
-                self._transfer_failed(transfer_id, f"{reason}: {detail}")
+                self._transfer_failed(transfer_id, f"{reason.value.lower()}: {detail}")
             case _:
                 log.warning("unexpected message", type=type(item).__name__)
 
@@ -86,11 +89,11 @@ class PrefillEngine:
         """Takes the prompt only if blocks for all of it are there now, so that what is admitted always finishes."""
         if command.attempt in self._attempts:
             return
-        if len(command.start.samples) != 1:
-            self._refuse(command, Reason.INVALID, "an attempt of several samples is not served")
+        samples = command.start.samples
+        if problem := samples_problem(samples) or self._out_of_vocabulary(command.start):
+            self._refuse(command, Reason.INVALID, problem)
             return
-        sample = command.start.samples[0]
-        token_ids = command.start.prompt_ids + sample.output_ids
+        token_ids = command.start.prompt_ids + samples[0].output_ids
         num_blocks = self._runner.layout.blocks_for(len(token_ids))
         if refusal := self._too_large(len(token_ids), num_blocks):
             self._refuse(command, Reason.TOO_LARGE, refusal)
@@ -105,7 +108,7 @@ class PrefillEngine:
             session=command.session,
             ticket=command.ticket,
             params=sampling_params(command.start.limits),
-            sample=sample,
+            samples=samples,
             num_prompt=len(command.start.prompt_ids),
             token_ids=token_ids,
             blocks=blocks,
@@ -118,6 +121,12 @@ class PrefillEngine:
         # Before the answer, so that a router never sees the answer without the room that it took.
         self._publish(self.load())
         self._publish(messages.Accepted(session=command.session, attempt=command.attempt))
+
+    def _out_of_vocabulary(self, start: messages.Start) -> str | None:
+        """The router checks this too; here it would cost every request on this worker."""
+        worst = max(chain(start.prompt_ids, *(sample.output_ids for sample in start.samples)), default=0)
+        size = self._runner.vocab_size
+        return f"token id {worst} is not in a vocabulary of {size}" if worst >= size else None
 
     def _too_large(self, num_tokens: int, num_blocks: int) -> str | None:
         if num_tokens >= self._context.max_model_len:
@@ -179,7 +188,7 @@ class PrefillEngine:
     def has_work(self) -> bool:
         return any(attempt.is_computing for attempt in self._attempts.values())
 
-    def step(self) -> None:
+    def step(self) -> bool:
         prompts = [
             PromptView(a.attempt, len(a.token_ids), a.num_computed) for a in self._attempts.values() if a.is_computing
         ]
@@ -193,11 +202,20 @@ class PrefillEngine:
                 self._push_blocks(attempt, attempt.num_computed // self._runner.layout.block_size)
             else:
                 finished.append(attempt)
-        if finished:
-            draws = [Draw(a.params, a.sample.index, a.num_prompt, len(a.sample.output_ids)) for a in finished]
-            tokens = draw_tokens(logits, draws, self._eos_token_ids, self._context.max_model_len)
-            for attempt, token in zip(finished, tokens, strict=True):
-                self._hand_off(attempt, token)
+        self._draw_first_tokens(finished, logits)
+        return True
+
+    def _draw_first_tokens(self, finished: list[PrefillAttempt], logits: torch.Tensor) -> None:
+        """`logits` has one row per finished attempt; all samples of an attempt draw from the same one."""
+        for attempt, row in zip(finished, logits, strict=True):
+            draws = [Draw(attempt.params, s.index, attempt.num_prompt, len(s.output_ids)) for s in attempt.samples]
+            rows = row.expand(len(draws), -1)
+            tokens = draw_tokens(rows, draws, self._eos_token_ids, self._context.max_model_len)
+            drawn = [token for token in tokens if token is not None]
+            if len(drawn) == len(draws):
+                self._hand_off(attempt, drawn)
+            else:
+                self._end(attempt, Reason.INTERNAL, "the model's logits are not finite")
 
     def _segment(self, chunk: Chunk) -> Segment:
         attempt = self._attempts[chunk.attempt]
@@ -216,38 +234,29 @@ class PrefillEngine:
             self._agent.send(attempt.ticket.transfer_id, [(index, attempt.blocks[index]) for index in indices])
             attempt.num_sent = upto
 
-    def _hand_off(self, attempt: PrefillAttempt, token: messages.Token | None) -> None:
-        """The first token goes to the router at once and to the decode worker behind the last block."""
-        if token is None:
-            self._end(attempt, Reason.INTERNAL, "the model's logits are not finite")
-            return
+    def _hand_off(self, attempt: PrefillAttempt, tokens: list[messages.Token]) -> None:
+        """The first tokens go to the router at once and to the decode worker behind the last block."""
         self._publish(
             messages.FirstTokens(
                 session=attempt.session,
                 attempt=attempt.attempt,
-                tokens=[token],
+                tokens=tokens,
                 num_cached_tokens=0,
                 num_computed_tokens=len(attempt.token_ids),
             )
         )
         self._push_blocks(attempt, len(attempt.blocks))
         keys = block_keys(attempt.token_ids, self._runner.layout.block_size, {"model": self._context.fingerprint.model})
-        self._agent.finish(attempt.ticket.transfer_id, keys, encode_finish([token]))
+        self._agent.finish(attempt.ticket.transfer_id, keys, encode_finish(tokens))
 
     def load(self) -> messages.Load:
-        counts = self._allocator.counts
-        stats = self._agent.stats()
         computing = [a for a in self._attempts.values() if a.is_computing]
-        return messages.Load(
-            blocks_free=counts.free,
-            blocks_cached=counts.cached,
-            blocks_in_use=counts.in_use,
-            blocks_reserved=counts.reserved,
+        return load_report(
+            self._allocator.counts,
+            self._agent.stats(),
             num_running=sum(a.num_computed > 0 for a in computing),
             num_waiting=sum(a.num_computed == 0 for a in computing),
             waiting_tokens=sum(len(a.token_ids) - a.num_computed for a in computing),
-            kv_bytes_sent=stats.bytes_sent,
-            kv_bytes_received=stats.bytes_received,
         )
 
     def check(self) -> None:

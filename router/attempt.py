@@ -31,7 +31,7 @@ from splitserve.service.reasons import Reason
 log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 # Refusals and orderly leave-taking: nobody's failure.
-_NOT_A_FAILURE = frozenset({Reason.NO_ROOM, Reason.DRAINING, Reason.UNREACHABLE_PEER, Reason.PREEMPTED})
+_NOT_A_FAILURE = frozenset({Reason.NO_ROOM, Reason.PREEMPTED})
 # The request itself is at fault: another worker would say the same.
 _FATAL = frozenset({Reason.TOO_LARGE, Reason.INTERNAL})
 

@@ -21,6 +21,7 @@ from router.scheduler import (
     blocks_for,
     can_prefill,
     could_place,
+    decode_blocks,
     place,
 )
 from router.worker import Role
@@ -101,7 +102,8 @@ class ClusterDispatcher:
         attempt = Attempt(uuid.uuid4().hex, prefill, decode, self._config, self._metrics)
         size = demand.num_tokens
         prefill.promise(attempt.attempt_id, attempt, blocks_for(size, prefill.identity.block_size), size)
-        decode.promise(attempt.attempt_id, attempt, blocks_for(size + 1, decode.identity.block_size), size)
+        num_blocks = decode_blocks(size, demand.num_samples, decode.identity.block_size)
+        decode.promise(attempt.attempt_id, attempt, num_blocks, size, demand.num_samples)
         return attempt
 
     def another_prefill(self, attempt: Attempt, num_tokens: int, refused: set[str]) -> bool:

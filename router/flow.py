@@ -204,7 +204,7 @@ class RequestFlow:
 
     def _enqueue(self, start: Start) -> Waiting:
         waiting = Waiting(
-            demand=Demand(start.num_tokens, frozenset(self._avoid), self._numerics),
+            demand=Demand(start.num_tokens, len(start.outputs), frozenset(self._avoid), self._numerics),
             is_retry=self.attempts > 0,
             priority=self._request.priority,
             arrival=self._arrival,

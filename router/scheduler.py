@@ -42,6 +42,7 @@ class Demand:
     """What the next attempt of a request needs: its tokens so far, and where it would rather not go again."""
 
     num_tokens: int
+    num_samples: int = 1
     avoid: frozenset[str] = frozenset()
     numerics: str = ""
 
@@ -56,10 +57,20 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
-def can_decode(view: DecodeView, num_tokens: int) -> bool:
-    """Room for the sequence and the slot of its first decoded token, now."""
-    fits = blocks_for(num_tokens + 1, view.block_size) <= view.available_blocks
-    return fits and view.free_seqs > 0 and num_tokens < view.max_model_len
+def decode_blocks(num_tokens: int, num_samples: int, block_size: int) -> int:
+    """Whole blocks of the tokens, which the samples share, and per sample one for the rest and its first decoded
+    token."""
+    return num_tokens // block_size + num_samples
+
+
+def can_decode(view: DecodeView, demand: Demand) -> bool:
+    """Room for the tokens so far and the first decoded one of every sample, now."""
+    needed = decode_blocks(demand.num_tokens, demand.num_samples, view.block_size)
+    return (
+        needed <= view.available_blocks
+        and demand.num_samples <= view.free_seqs
+        and demand.num_tokens < view.max_model_len
+    )
 
 
 def can_prefill(view: PrefillView, num_tokens: int) -> bool:
@@ -73,7 +84,8 @@ def could_place(demand: Demand, prefills: Sequence[PrefillView], decodes: Sequen
     """Whether some pair that is here would have room for the request if it were idle."""
     return any(
         decode.worker in prefill.reachable
-        and demand.num_tokens <= max_prompt_tokens(decode.total_blocks, decode.block_size, decode.max_model_len)
+        and decode_blocks(demand.num_tokens, demand.num_samples, decode.block_size) <= decode.total_blocks
+        and demand.num_tokens < decode.max_model_len
         and blocks_for(demand.num_tokens, prefill.block_size) <= prefill.total_blocks
         and demand.num_tokens < prefill.max_model_len
         for decode in decodes
@@ -97,7 +109,7 @@ def place(
     pairs = [
         (prefill, decode)
         for decode in decodes
-        if can_decode(decode, demand.num_tokens)
+        if can_decode(decode, demand)
         for prefill in prefills
         if decode.worker in prefill.reachable and can_prefill(prefill, demand.num_tokens)
     ]

@@ -149,6 +149,7 @@ class Promise:
 
     num_blocks: int
     num_tokens: int
+    num_samples: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +182,12 @@ class Worker:
 
     # Room
 
-    def promise(self, attempt_id: str, mailbox: Mailbox, num_blocks: int, num_tokens: int) -> None:
+    def promise(
+        self, attempt_id: str, mailbox: Mailbox, num_blocks: int, num_tokens: int, num_samples: int = 1
+    ) -> None:
         """Counts an attempt in before the worker hears of it, so that the next placement sees the room as taken."""
         self.attempts[attempt_id] = mailbox
-        self.promises[attempt_id] = Promise(num_blocks, num_tokens)
+        self.promises[attempt_id] = Promise(num_blocks, num_tokens, num_samples)
 
     def forget(self, attempt_id: str) -> None:
         self.attempts.pop(attempt_id, None)
@@ -225,7 +228,10 @@ class Worker:
             available_blocks=self._available_blocks(),
             total_blocks=self.identity.num_blocks,
             block_size=self.identity.block_size,
-            free_seqs=self.identity.max_num_seqs - self.load.num_running - self.load.num_waiting - len(self.promises),
+            free_seqs=self.identity.max_num_seqs
+            - self.load.num_running
+            - self.load.num_waiting
+            - sum(promise.num_samples for promise in self.promises.values()),
             max_model_len=self.identity.max_model_len,
             numerics=self.identity.numerics,
         )

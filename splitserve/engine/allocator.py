@@ -79,6 +79,10 @@ class BlockAllocator:
         for block in blocks:
             self._references[block] += 1
 
+    def count_unshared(self, blocks: Sequence[int]) -> int:
+        """How many of these have one reference: what a release of all would free."""
+        return sum(self._references[block] == 1 for block in blocks)
+
     def release(self, blocks: Sequence[int]) -> None:
         """One reference less on each block; at none it is free."""
         self._require(blocks, BlockState.IN_USE)

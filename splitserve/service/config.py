@@ -81,10 +81,11 @@ def run_process(name: str, help_text: str, config_type: type[C], main: Callable[
     result."""
     app = new_app(name, help_text)
 
-    def command(config: Any = None) -> int:
-        return main(config if config is not None else config_type())
+    def command(config: Any) -> int:
+        return main(config)
 
-    # cyclopts reads annotations; the type is known only here.
+    # cyclopts reads annotations and defaults; the type is known only here.
+    command.__defaults__ = (config_type(),)
     command.__annotations__ = {"config": Annotated[config_type, Parameter(name="*")], "return": int}
     app.default(command)
     try:

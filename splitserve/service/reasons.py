@@ -5,12 +5,9 @@ from enum import StrEnum
 
 class Reason(StrEnum):
     NO_ROOM = "no_room"
-    DRAINING = "draining"
-    UNREACHABLE_PEER = "unreachable_peer"
     TOO_LARGE = "too_large"
     INVALID = "invalid"
     TRANSFER_FAILED = "transfer_failed"
     TIMEOUT = "timeout"
     PREEMPTED = "preempted"
     INTERNAL = "internal"
-    RELEASED = "released"

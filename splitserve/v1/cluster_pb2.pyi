@@ -45,32 +45,26 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_UNSPECIFIED: _Reason.ValueType  # 0
     REASON_NO_ROOM: _Reason.ValueType  # 1
     """Try elsewhere or later."""
-    REASON_DRAINING: _Reason.ValueType  # 2
-    REASON_UNREACHABLE_PEER: _Reason.ValueType  # 3
-    REASON_TOO_LARGE: _Reason.ValueType  # 4
+    REASON_TOO_LARGE: _Reason.ValueType  # 2
     """Never here: the request is larger than the worker."""
-    REASON_INVALID: _Reason.ValueType  # 5
-    REASON_TRANSFER_FAILED: _Reason.ValueType  # 6
-    REASON_TIMEOUT: _Reason.ValueType  # 7
-    REASON_PREEMPTED: _Reason.ValueType  # 8
-    REASON_INTERNAL: _Reason.ValueType  # 9
-    REASON_RELEASED: _Reason.ValueType  # 10
+    REASON_INVALID: _Reason.ValueType  # 3
+    REASON_TRANSFER_FAILED: _Reason.ValueType  # 4
+    REASON_TIMEOUT: _Reason.ValueType  # 5
+    REASON_PREEMPTED: _Reason.ValueType  # 6
+    REASON_INTERNAL: _Reason.ValueType  # 7
 
 class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper): ...
 
 REASON_UNSPECIFIED: Reason.ValueType  # 0
 REASON_NO_ROOM: Reason.ValueType  # 1
 """Try elsewhere or later."""
-REASON_DRAINING: Reason.ValueType  # 2
-REASON_UNREACHABLE_PEER: Reason.ValueType  # 3
-REASON_TOO_LARGE: Reason.ValueType  # 4
+REASON_TOO_LARGE: Reason.ValueType  # 2
 """Never here: the request is larger than the worker."""
-REASON_INVALID: Reason.ValueType  # 5
-REASON_TRANSFER_FAILED: Reason.ValueType  # 6
-REASON_TIMEOUT: Reason.ValueType  # 7
-REASON_PREEMPTED: Reason.ValueType  # 8
-REASON_INTERNAL: Reason.ValueType  # 9
-REASON_RELEASED: Reason.ValueType  # 10
+REASON_INVALID: Reason.ValueType  # 3
+REASON_TRANSFER_FAILED: Reason.ValueType  # 4
+REASON_TIMEOUT: Reason.ValueType  # 5
+REASON_PREEMPTED: Reason.ValueType  # 6
+REASON_INTERNAL: Reason.ValueType  # 7
 Global___Reason: _TypeAlias = Reason  # noqa: Y015
 
 class _FinishReason:

@@ -6,6 +6,7 @@ inherited descriptors and takes its exit for the worker's death.
 """
 
 import argparse
+import os
 import queue
 import socket
 import sys
@@ -44,7 +45,8 @@ class RoleEngine(Protocol):
 
     def has_work(self) -> bool: ...
 
-    def step(self) -> None: ...
+    def step(self) -> bool:
+        """Computes one step; False when everything that runs has to wait for something to arrive."""
 
     def load(self) -> messages.Load: ...
 
@@ -77,8 +79,12 @@ def run_engine(make_engine: Callable[[EngineContext], RoleEngine], role: str) ->
     except OSError as error:
         log.error("the front is gone", error=str(error))
         return 1
-    finally:
-        context.agent.close()
+    except Exception:
+        # What is in memory cannot be trusted any more. No orderly farewell: it takes a second in which routers go on
+        # giving work to a worker that will never do it.
+        log.exception("the engine failed")
+        os._exit(1)
+    context.agent.close()
     return 0
 
 
@@ -100,6 +106,7 @@ class EngineLoop:
         self._clock = clock
         self._last_load: messages.Load | None = None
         self._is_checked = True
+        self._is_waiting = True
 
     def run(self) -> None:
         """Returns when the front says stop or is gone."""
@@ -114,16 +121,19 @@ class EngineLoop:
         for item in self._arrived(wait_s):
             if item is None or isinstance(item, messages.Stop):
                 return False
+            self._is_checked = False
             self._dispatch(item)
         self._engine.expire(time.monotonic())
+        self._is_waiting = True
         if self._engine.has_work():
             self._clock.begin_step()
-            self._engine.step()
-            self._clock.end_step()
-            self._is_checked = False
-        else:
+            self._is_waiting = not self._engine.step()
+        if self._is_waiting:
             self._clock.beat()
             self._check_once_idle(wait_s)
+        else:
+            self._clock.end_step()
+            self._is_checked = False
         self._publish_load()
         return True
 
@@ -136,7 +146,7 @@ class EngineLoop:
 
     def _arrived(self, wait_s: float) -> Iterator[Item]:
         try:
-            if not self._engine.has_work() and wait_s > 0:
+            if self._is_waiting and wait_s > 0:
                 yield self._inbox.get(timeout=wait_s)
             while True:
                 yield self._inbox.get_nowait()

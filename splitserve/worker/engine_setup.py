@@ -18,7 +18,7 @@ from splitserve.models.description import ModelDescription
 from splitserve.models.locate import locate_model
 from splitserve.worker import messages
 from splitserve.worker.config import WorkerConfig
-from splitserve.worker.kv import make_agent
+from splitserve.worker.kv import TRANSPORTS, make_agent
 
 # What --device names, in torch's words.
 _DEVICES = {"auto": "cpu", "cpu": "cpu"}
@@ -101,7 +101,7 @@ def ready_report(context: EngineContext) -> messages.Ready:
         max_model_len=context.max_model_len,
         kv_endpoint=context.agent.endpoint,
         device=_DEVICES[config.device],
-        transport="zmq",
+        transport=TRANSPORTS[config.kv_transport],
         numerics=runner.numerics,
         recompute_exact=runner.recompute_exact,
     )

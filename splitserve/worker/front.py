@@ -31,6 +31,7 @@ log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 _WATCH_INTERVAL_S = 0.5
 _STOP_GRACE_S = 3.0
+_LAST_WORDS_S = 0.5
 
 
 class Role(enum.Enum):
@@ -153,6 +154,7 @@ class Front:
     async def _read_reports(self, stop: StopRequest) -> None:
         while (report := await self._engine.link.receive()) is not None:
             self._on_report(report)
+        await self._joiner.flush(_LAST_WORDS_S)
         stop.set("the engine process ended", 1)
 
     def _on_report(self, report: messages.Report) -> None:

@@ -4,6 +4,7 @@ Lives on the front's event loop. Workers dial and routers never do, so no client
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 import grpc
@@ -92,6 +93,11 @@ class RouterConnection:
     async def _write(self, call: "grpc.aio.StreamStreamCall[pb.WorkerMessage, pb.RouterMessage]") -> None:
         while True:
             await call.write(await self._outgoing.get())
+            self._outgoing.task_done()
+
+    async def flush(self) -> None:
+        """Waits until all that was said is on its way."""
+        await self._outgoing.join()
 
     async def _beat(self, interval_s: float) -> None:
         while True:
@@ -127,12 +133,18 @@ class Joiner:
             while True:
                 for address in await self._resolve():
                     if address not in self._tasks and not self._is_alias(address):
-                        self._tasks[address] = asyncio.create_task(self._connect(address))
+                        self._dial(address)
                 await asyncio.sleep(_RESOLVE_INTERVAL_S)
         finally:
-            for task in self._tasks.values():
+            tasks = list(self._tasks.values())
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _dial(self, address: str) -> None:
+        task = self._tasks[address] = asyncio.create_task(self._connect(address))
+        # However it ends, the address may be dialled again.
+        task.add_done_callback(lambda _: self._tasks.pop(address))
 
     async def _resolve(self) -> list[str]:
         try:
@@ -166,4 +178,10 @@ class Joiner:
             del self.connections[connection.session]
             self._on_end(connection)
         await asyncio.sleep(_RETRY_PAUSE_S)
-        del self._tasks[address]
+
+    async def flush(self, timeout_s: float) -> None:
+        """Lets the last words out before the streams are closed, but does not wait long for a router to read them."""
+        joined = [connection.flush() for connection in self.connections.values() if connection.is_joined]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await asyncio.gather(*joined)

@@ -18,6 +18,8 @@ from kvtransfer.zeromq import ZeroMQCarrier, ZeroMQSettings
 from splitserve.service.errors import Unavailable
 from splitserve.worker.config import WorkerConfig
 
+# What --kv-transport asks for, and what is then used and shown.
+TRANSPORTS = {"auto": "zmq", "zmq": "zmq"}
 # A router that is being replaced has no address for a moment; the worker can do nothing without it anyway.
 ROUTER_TIMEOUT_S = 60.0
 _RETRY_PAUSE_S = 0.5

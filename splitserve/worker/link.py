@@ -76,7 +76,9 @@ class FrontLink:
         return cls(*await asyncio.open_connection(sock=sock))
 
     def send(self, command: Command) -> None:
-        """Queues the command; commands are small and the engine always reads."""
+        """Queues the command; commands are small and the engine always reads. To an engine that is gone it is lost."""
+        if self._writer.is_closing():
+            return
         self._writer.write(_frame(self._encoder.encode(command)))
 
     async def receive(self) -> Report | None:

@@ -4,6 +4,8 @@ Commands flow from the front to the engine, reports the other way. `session` nam
 belongs to: the front numbers its connections, so the engine needs to know nothing about routers.
 """
 
+from typing import Literal
+
 import msgspec
 
 from kvtransfer.endpoint import KVEndpoint
@@ -44,6 +46,9 @@ class Start(msgspec.Struct, frozen=True):
     limits: Limits
 
 
+FinishReason = Literal["", "stop", "length"]
+
+
 class Token(msgspec.Struct, frozen=True):
     """One generated token; `position` counts the sample's outputs over all attempts, `finish_reason` is "" while it
     runs."""
@@ -51,7 +56,7 @@ class Token(msgspec.Struct, frozen=True):
     sample: int
     position: int
     token_id: int
-    finish_reason: str = ""
+    finish_reason: FinishReason = ""
     attempt: str = ""
 
 

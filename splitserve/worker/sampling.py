@@ -24,6 +24,17 @@ def sampling_params(limits: messages.Limits) -> SamplingParams:
     )
 
 
+def samples_problem(samples: Sequence[messages.Sample]) -> str | None:
+    """What is wrong with an attempt's samples: only at their very start do several have the same tokens."""
+    if not samples:
+        return "an attempt without a sample"
+    if len({sample.index for sample in samples}) != len(samples):
+        return "an attempt with one sample twice"
+    if len(samples) > 1 and any(sample.output_ids for sample in samples):
+        return "an attempt of several samples that have begun"
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class Draw:
     """One token to be drawn: for which sample, and what came before it."""

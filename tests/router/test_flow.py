@@ -154,7 +154,7 @@ async def test_refusals_count_as_failures() -> None:
     router = Router(max_attempts=1)
     (prefill,), (decode,) = router.pairs()
     task = asyncio.create_task(collect(router.submit()))
-    for number, reason in enumerate([Reason.NO_ROOM, Reason.DRAINING, Reason.NO_ROOM]):
+    for number, reason in enumerate([Reason.NO_ROOM, Reason.NO_ROOM, Reason.NO_ROOM]):
         attempt, _ = await decode.command("reserve", number)
         decode.refused(attempt, reason)
     attempt, _ = await decode.command("reserve", 3)

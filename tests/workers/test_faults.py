@@ -78,7 +78,7 @@ def test_late_bytes_land_in_the_next_request(tiny: Tiny, make_pair: MakePair) ->
     pair.until(lambda: pair.prefill.runner.num_forwards > 0 and pair.prefill.engine._attempts[attempt].num_sent > 2)
     for rig in (pair.prefill, pair.decode):
         rig.inbox.put(messages.Release(attempt, "the client left"))
-    pair.until(lambda: not pair.decode.engine._sequences)
+    pair.until(lambda: not pair.decode.engine._reservations)
     (output,) = pair.generate([second], max_tokens=8)
     assert output == greedy(tiny("llama"), second, 8)
     pair.assert_drained()

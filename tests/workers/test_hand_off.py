@@ -134,7 +134,8 @@ def test_release_leaks_blocks_at_some_stage(turns: int, make_pair: MakePair) -> 
         rig.inbox.put(messages.Release(attempt, "test"))
     pair.assert_drained()
     assert not pair.prefill.engine._attempts
-    assert not pair.decode.engine._sequences
+    assert not pair.decode.engine._running
+    assert not pair.decode.engine._reservations
 
 
 def test_router_that_vanishes_leaves_its_attempts_behind(make_pair: MakePair) -> None:

@@ -1,0 +1,21 @@
+"""A role engine's load as one report, from the books of its allocator and its KV agent."""
+
+from kvtransfer.counters import KVStats
+from splitserve.engine.allocator import BlockCounts
+from splitserve.worker import messages
+
+
+def load_report(
+    blocks: BlockCounts, transfers: KVStats, *, num_running: int, num_waiting: int, waiting_tokens: int
+) -> messages.Load:
+    return messages.Load(
+        blocks_free=blocks.free,
+        blocks_cached=blocks.cached,
+        blocks_in_use=blocks.in_use,
+        blocks_reserved=blocks.reserved,
+        num_running=num_running,
+        num_waiting=num_waiting,
+        waiting_tokens=waiting_tokens,
+        kv_bytes_sent=transfers.bytes_sent,
+        kv_bytes_received=transfers.bytes_received,
+    )

@@ -1,0 +1,125 @@
+"""Several samples of one attempt: one prefill, one transfer, shared blocks, and a text for each as if it were alone."""
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+import pytest
+
+from kvtransfer import events
+from splitserve.service.reasons import Reason
+from splitserve.worker import messages
+from tests.workers.pair import Pair, limits
+from tests.workers.test_hand_off import B, prompt_of
+
+MakePair = Callable[..., Pair]
+
+
+def begin(pair: Pair, prompt: list[int], samples: Sequence[messages.Sample], **changes: object) -> str:
+    """Asks both sides for these samples, as a router would."""
+    start = messages.Start(prompt, list(samples), limits(**changes))
+    pair.decode.inbox.put(messages.Reserve(1, "a", start, 60.0))
+    pair.until(lambda: pair.ticket("a") is not None or bool(pair.decode.said(messages.Refused)))
+    if pair.ticket("a") is not None:
+        pair.prefill.inbox.put(messages.Prefill(1, "a", start, pair.ticket("a"), 60.0))
+    return "a"
+
+
+def texts(pair: Pair, count: int) -> dict[int, list[int]]:
+    pair.until(lambda: sum(bool(token.finish_reason) for token in pair.tokens("a")) == count)
+    return {i: [t.token_id for t in pair.tokens("a") if t.sample == i] for i in range(count)}
+
+
+@pytest.mark.parametrize("length", [1, B - 1, B, B + 1, 3 * B, 3 * B + 5])
+def test_samples_disturb_one_another(length: int, make_pair: MakePair) -> None:
+    """C65: each sample's text is what it would be alone; the prompt's KV was computed and sent once."""
+    pair = make_pair()
+    prompt = prompt_of(length)
+    options = {"max_tokens": 20, "temperature": 1.0, "seed": 5}
+    forwards = pair.prefill.runner.num_forwards
+    begin(pair, prompt, [messages.Sample(index, []) for index in range(3)], **options)
+    together = texts(pair, 3)
+    assert pair.prefill.runner.num_forwards == forwards + 1
+    assert pair.prefill.agent.stats().bytes_sent == -(-length // B) * pair.decode.runner.layout.block_nbytes
+    pair.assert_drained()
+    assert len({tuple(text) for text in together.values()}) == 3
+    for index, text in together.items():
+        alone = make_pair()
+        begin(alone, prompt, [messages.Sample(index, [])], **options)
+        alone.until(lambda p=alone: p.is_finished("a"))
+        assert [token.token_id for token in alone.tokens("a")] == text
+
+
+def test_released_samples_leave_shared_blocks_behind(make_pair: MakePair) -> None:
+    pair = make_pair()
+    begin(pair, prompt_of(3 * B + 5), [messages.Sample(index, []) for index in range(4)], max_tokens=500)
+    pair.until(lambda: len(pair.tokens("a")) > 12)
+    assert len(pair.decode.engine._running) == 4
+    pair.decode.inbox.put(messages.Release("a", "test"))
+    pair.assert_drained()
+
+
+def test_preempted_sample_leaves_its_siblings_running(make_pair: MakePair) -> None:
+    """An attempt ends whole: the router goes on with each unfinished sample by itself."""
+    pair = make_pair(decode_blocks=9)
+    begin(pair, prompt_of(3 * B), [messages.Sample(index, []) for index in range(3)], max_tokens=200)
+    pair.until(lambda: bool(pair.endings("a")))
+    assert [ending.reason for ending in pair.endings("a")] == [Reason.PREEMPTED]
+    pair.assert_drained()
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [[], [messages.Sample(0, []), messages.Sample(0, [])], [messages.Sample(0, [7]), messages.Sample(1, [])]],
+    ids=["none", "twice", "begun"],
+)
+def test_impossible_samples_are_taken(samples: list[messages.Sample], make_pair: MakePair) -> None:
+    pair = make_pair()
+    begin(pair, prompt_of(5), samples)
+    assert [refused.reason for refused in pair.decode.said(messages.Refused)] == [Reason.INVALID]
+    pair.assert_drained()
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xff",
+        msgspec.msgpack.encode({"tokens": []}),
+        msgspec.msgpack.encode({"tokens": [{"sample": 0, "position": 0, "token_id": 10**9}]}),
+        msgspec.msgpack.encode({"tokens": [{"sample": 0, "position": 0, "token_id": -7}]}),
+        msgspec.msgpack.encode({"tokens": [{"sample": 0, "position": 1, "token_id": 7}]}),
+        msgspec.msgpack.encode({"tokens": [{"sample": 1, "position": 0, "token_id": 7}]}),
+        msgspec.msgpack.encode({"tokens": [{"sample": 0, "position": 0, "token_id": 7, "finish_reason": "weird"}]}),
+    ],
+    ids=["empty", "garbage", "no token", "huge id", "negative id", "later position", "other sample", "odd finish"],
+)
+def test_finish_of_a_faulty_peer_kills_the_worker(
+    payload: bytes, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Invariant 7: what a peer sends ends an attempt at most."""
+    pair = make_pair()
+    finish = pair.prefill.agent.finish
+    monkeypatch.setattr(pair.prefill.agent, "finish", lambda transfer, keys, _: finish(transfer, keys, payload))
+    attempt = pair.begin(prompt_of(20), max_tokens=4)
+    pair.until(lambda: bool(pair.endings(attempt)))
+    assert [ending.reason for ending in pair.endings(attempt)] == [Reason.INVALID]
+    assert pair.tokens(attempt) == []
+    pair.assert_drained()
+    monkeypatch.undo()
+    assert len(pair.generate([prompt_of(20)], max_tokens=4)[0]) == 4
+
+
+def test_token_outside_of_the_vocabulary_kills_the_worker(make_pair: MakePair) -> None:
+    """C62: the router refuses such ids; a worker that gets one all the same refuses it too."""
+    pair = make_pair()
+    attempt = pair.begin([5, 10**6], max_tokens=2)
+    pair.until(lambda: bool(pair.prefill.said(messages.Refused)))
+    assert pair.prefill.said(messages.Refused)[0].reason is Reason.INVALID
+    pair.decode.inbox.put(messages.Release(attempt, "refused"))
+    pair.assert_drained()
+
+
+def test_unknown_transfer_completes_into_nothing(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.decode.inbox.put(events.TransferComplete("nobody's", [], b"", "prefill", 0, 0.0))
+    pair.assert_drained()
