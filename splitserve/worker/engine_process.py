@@ -69,7 +69,7 @@ def run_engine(make_engine: Callable[[EngineContext], RoleEngine], role: str) ->
     inbox: queue.SimpleQueue[Item] = queue.SimpleQueue()
     try:
         context = build_context(configure, link.send, inbox.put)
-    except (SplitserveError, ValueError) as error:
+    except (SplitserveError, ValueError, OSError, MemoryError) as error:
         link.send(messages.StartFailed(message=str(error)))
         return 1
     threading.Thread(target=_read_commands, args=(link, inbox), name="front-reader", daemon=True).start()
