@@ -167,7 +167,7 @@ class RequestFlow:
         """Decides whether the request may be tried again; raises the client's error when not."""
         log.warning(
             "attempt lost",
-            request=self._request.request_id,
+            request_id=self._request.request_id,
             attempt=self.attempts,
             reason=lost.reason,
             detail=lost.message,

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from enum import StrEnum
 
+import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from splitserve.service.metrics import (
@@ -16,6 +17,8 @@ from splitserve.service.metrics import (
     STAGE_TIME_BUCKETS,
     TIME_TO_FIRST_TOKEN_BUCKETS,
 )
+
+_log = structlog.get_logger(__name__)
 
 
 class Outcome(StrEnum):
@@ -69,8 +72,9 @@ class RouterMetrics:
             registry=registry,
         )
 
-    def begin(self) -> "RequestRecord":
-        return RequestRecord(self)
+    def begin(self, request_id: str = "") -> "RequestRecord":
+        """`request_id` is the client's own name for the request, for the log."""
+        return RequestRecord(self, request_id)
 
     def count_request(self, outcome: Outcome) -> None:
         self._requests[outcome].inc()
@@ -104,10 +108,13 @@ class RouterMetrics:
 
 
 class RequestRecord:
-    """One request's times. `end` counts its outcome; a second call is a mistake of ours."""
+    """One request's times. `end` counts and logs its outcome; a second call is a mistake of ours."""
 
-    def __init__(self, metrics: RouterMetrics) -> None:
+    def __init__(self, metrics: RouterMetrics, request_id: str) -> None:
         self._metrics = metrics
+        self._request_id = request_id
+        self._num_prompt_tokens = 0
+        self._num_tokens = 0
         self._arrival = time.perf_counter()
         self._last_token: dict[int, float] = {}
         self._outcome: Outcome | None = None
@@ -118,6 +125,7 @@ class RequestRecord:
         self.is_refused = True
 
     def admit(self, num_prompt_tokens: int) -> None:
+        self._num_prompt_tokens = num_prompt_tokens
         self._metrics.prompt_tokens.inc(num_prompt_tokens)
 
     def token(self, sample: int) -> None:
@@ -128,10 +136,20 @@ class RequestRecord:
         elif not self._last_token:
             self._metrics.time_to_first_token.observe(now - self._arrival)
         self._last_token[sample] = now
+        self._num_tokens += 1
         self._metrics.generation_tokens.inc()
 
     def end(self, outcome: Outcome) -> None:
         assert self._outcome is None, f"a request ended as {self._outcome} and again as {outcome}"
         self._outcome = outcome
+        seconds = time.perf_counter() - self._arrival
         self._metrics.count_request(outcome)
-        self._metrics.e2e_request_latency.observe(time.perf_counter() - self._arrival)
+        self._metrics.e2e_request_latency.observe(seconds)
+        _log.info(
+            "request ended",
+            request_id=self._request_id,
+            outcome=outcome.value,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_tokens=self._num_tokens,
+            seconds=round(seconds, 3),
+        )

@@ -72,7 +72,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         self, request: pb.GenerateRequest, context: Context
     ) -> None:
         deadline = _deadline(context, self._request_timeout_s)
-        record = self._metrics.begin()
+        record = self._metrics.begin(request.request_id)
         scope = asyncio.timeout_at(deadline)
         try:
             async with scope:
