@@ -269,7 +269,7 @@ def _log_transfer(what: str, event: TransferComplete | TransferAcked, *, peer: s
         f"kv blocks {what}",
         transfer_id=event.transfer_id,
         peer=peer,
-        path=path,
+        **({"path": path} if path else {}),
         num_bytes=event.num_bytes,
         seconds=round(event.seconds, 6),
         mb_per_s=round(event.num_bytes / event.seconds / 1e6, 1) if event.seconds > 0 else 0.0,

@@ -22,7 +22,10 @@ class SendHandle(Protocol):
 
 @dataclass(frozen=True)
 class Connected:
-    """An outgoing link can carry messages, or an incoming one (`is_incoming`) brought its first."""
+    """An outgoing link can carry messages, or an incoming one (`is_incoming`) brought its first.
+
+    `path` is "ipc", "tcp" or "loopback"; "" where an incoming link does not show it.
+    """
 
     link: LinkId
     path: str

@@ -14,7 +14,10 @@ MAX_PEERS = 1024
 
 @dataclass(frozen=True)
 class PeerStats:
-    """One peer, both directions. Bytes are block bytes, without headers; received ones are those written to blocks."""
+    """One peer, both directions. Bytes are block bytes, without headers; received ones are those written to blocks.
+
+    `path` is "" while unknown.
+    """
 
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -77,6 +80,7 @@ class Counters:
             self._update(worker_id, path=path)
 
     def path_of(self, worker_id: str) -> str:
+        """Empty when no link has shown it, or the peer is forgotten."""
         with self._lock:
             return self._peers.get(worker_id, PeerStats()).path
 

@@ -3,10 +3,16 @@
 import dataclasses
 import subprocess
 import sys
+from collections.abc import MutableMapping
+from typing import Any
 
 import pytest
+import structlog
 import zmq
+from structlog.testing import LogCapture
 
+from kvtransfer import agent
+from kvtransfer.carrier import CarrierEvent, Connected
 from kvtransfer.counters import MAX_PEERS, Counters
 from kvtransfer.events import (
     AgentStopped,
@@ -20,10 +26,11 @@ from kvtransfer.events import (
     TransferFailed,
 )
 from kvtransfer.health import LinkHealth, Verdict
+from kvtransfer.memory import MemoryCarrier, MemoryHub
 from kvtransfer.settings import KVSettings
 from kvtransfer.zeromq import ZeroMQCarrier
 from splitserve.service.errors import Unavailable
-from tests.kvtransfer.worlds import ByteStore, World, connect, keys_for
+from tests.kvtransfer.worlds import ByteStore, World, connect, keys_for, world
 
 
 def test_a_failing_event_handler_ends_the_thread(net: World) -> None:
@@ -210,6 +217,47 @@ def test_restarts_fill_the_counters() -> None:
     stats = counters.snapshot()
     assert len(stats.peers) == MAX_PEERS
     assert stats.bytes_sent == (MAX_PEERS + 10) * 10
+
+
+class NamelessCarrier(MemoryCarrier):
+    """Cannot tell how an incoming link reaches it."""
+
+    def poll(self, timeout_s: float) -> list[CarrierEvent]:
+        return [
+            dataclasses.replace(event, path="") if isinstance(event, Connected) and event.is_incoming else event
+            for event in super().poll(timeout_s)
+        ]
+
+
+@pytest.fixture
+def log_lines(monkeypatch: pytest.MonkeyPatch) -> list[MutableMapping[str, Any]]:
+    """What the agents log from now on."""
+    captured = LogCapture()
+    monkeypatch.setattr(agent, "log", structlog.wrap_logger(structlog.ReturnLogger(), processors=[captured]))
+    return captured.entries
+
+
+def test_the_log_hides_the_path(net: World, log_lines: list[MutableMapping[str, Any]]) -> None:
+    source, sink = net.worker("p0"), net.worker("d0")
+    connect(source, sink)
+    source.push(sink.ticket_for("t", [0]), [0])
+    sink.seen.wait(TransferComplete)
+    source.seen.wait(TransferAcked)
+    paths = {line["event"]: line["path"] for line in log_lines if line["event"].startswith("kv blocks")}
+    assert paths == {"kv blocks received": net.transport, "kv blocks sent": net.transport}
+
+
+def test_the_log_shows_an_empty_path(log_lines: list[MutableMapping[str, Any]]) -> None:
+    hub = MemoryHub()
+    with world("loopback") as made:
+        source = made.worker("p0", wrap=lambda _: hub.carrier())
+        sink = made.worker("d0", wrap=lambda _: NamelessCarrier(hub))
+        connect(source, sink)
+        source.push(sink.ticket_for("t", [0]), [0])
+        sink.seen.wait(TransferComplete)
+    (line,) = [line for line in log_lines if line["event"] == "kv blocks received"]
+    assert (line["peer"], "path" in line) == ("p0", False)
+    assert sink.agent.stats().peers["p0"].path == ""
 
 
 def test_a_request_during_close_breaks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Bytes that no correct peer sends end that peer's link, and only that; unequal peers refuse each other by name."""
 
+import errno
 import pickle
 import random
 import shutil
@@ -12,6 +13,7 @@ import msgspec
 import pytest
 import zmq
 
+from kvtransfer import zmq_router
 from kvtransfer.endpoint import KVEndpoint
 from kvtransfer.events import FailureReason, LinkRefused, LinkUp, TransferAcked, TransferFailed
 from kvtransfer.messages import (
@@ -250,6 +252,21 @@ def test_a_sink_on_another_host_is_dialled_by_ipc() -> None:
         assert source.seen.wait(LinkUp) == LinkUp("d0", "tcp")
     finally:
         world.close()
+
+
+class UntoldFrame:
+    """A message of whose origin the transport says nothing, as on systems without peer credentials."""
+
+    def get(self, name: str) -> str:
+        raise zmq.ZMQError(errno.EINVAL)
+
+
+def test_a_link_of_unknown_origin_is_called_tcp(zmq_net: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    path_of = zmq_router._path_of
+    monkeypatch.setattr(zmq_router, "_path_of", lambda frames: path_of([UntoldFrame()]))
+    source, sink = zmq_net.worker("p0"), zmq_net.worker("d0")
+    connect(source, sink)
+    assert sink.agent.stats().peers["p0"].path == ""
 
 
 def test_a_deep_directory_breaks_the_endpoint(tmp_path: Path) -> None:
