@@ -15,6 +15,7 @@ from functools import partial
 import structlog
 
 from kvtransfer.carrier import Carrier, LinkId, SendHandle
+from kvtransfer.context import Context
 from kvtransfer.counters import Counters, KVStats
 from kvtransfer.endpoint import KVEndpoint
 from kvtransfer.events import (
@@ -54,16 +55,16 @@ class KVAgent:
         self._on_event = on_event
         self._counters = Counters()
         self._outbox = _Outbox(carrier, self._emit)
-        self._node = Node(
+        context = Context(
             worker_id=worker_id,
             fingerprint=fingerprint,
             store=store,
-            connect=carrier.connect,
             outbox=self._outbox,
             settings=settings,
             counters=self._counters,
             clock=time.monotonic,
         )
+        self._node = Node(context, carrier.connect)
         self._lock = threading.Lock()
         # Guarded by the lock: the queue to the KV thread, the transfers without a terminal event, whether it runs.
         self._commands: deque[Callable[[], None]] = deque()

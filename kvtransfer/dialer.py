@@ -9,14 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvtransfer.carrier import LinkId
-from kvtransfer.counters import Counters
+from kvtransfer.context import Context
 from kvtransfer.endpoint import KVEndpoint
 from kvtransfer.events import LinkDown, LinkRefused, LinkUp
-from kvtransfer.fingerprint import Fingerprint
 from kvtransfer.health import LinkHealth, Verdict
 from kvtransfer.messages import PROTOCOL_VERSION, BadMessageError, Hello, Ping, Refused, Welcome
-from kvtransfer.outbox import Clock, Outbox
-from kvtransfer.settings import KVSettings
 from kvtransfer.source import Source
 
 
@@ -41,26 +38,10 @@ class Peer:
 
 
 class Dialer:
-    def __init__(
-        self,
-        *,
-        worker_id: str,
-        fingerprint: Fingerprint,
-        connect: Callable[[KVEndpoint], LinkId],
-        source: Source,
-        outbox: Outbox,
-        settings: KVSettings,
-        counters: Counters,
-        clock: Clock,
-    ) -> None:
-        self._worker_id = worker_id
-        self._fingerprint = fingerprint
+    def __init__(self, context: Context, source: Source, connect: Callable[[KVEndpoint], LinkId]) -> None:
+        self._our = context
         self._connect = connect
         self._source = source
-        self._outbox = outbox
-        self._settings = settings
-        self._counters = counters
-        self._clock = clock
         self._peers: dict[str, Peer] = {}
         self._by_link: dict[LinkId, Peer] = {}
 
@@ -71,8 +52,8 @@ class Dialer:
                 del self._peers[peer.worker_id]
                 if peer.link is not None:
                     has_moved = peer.worker_id in endpoints
-                    self._outbox.cut(peer.link, "the peer has moved" if has_moved else "the peer has left")
-        now = self._clock()
+                    self._our.outbox.cut(peer.link, "the peer has moved" if has_moved else "the peer has left")
+        now = self._our.clock()
         for worker_id, endpoint in endpoints.items():
             if worker_id not in self._peers:
                 self._peers[worker_id] = Peer(
@@ -80,8 +61,8 @@ class Dialer:
                     endpoint=endpoint,
                     state=PeerState.WAITING,
                     due=now,
-                    back_off=self._settings.redial_min_s,
-                    health=LinkHealth(self._settings, now),
+                    back_off=self._our.settings.redial_min_s,
+                    health=LinkHealth(self._our.settings, now),
                 )
         self.tick()
 
@@ -94,7 +75,7 @@ class Dialer:
         return link in self._by_link
 
     def heard(self, link: LinkId) -> None:
-        self._by_link[link].health.heard(self._clock())
+        self._by_link[link].health.heard(self._our.clock())
 
     def connected(self, link: LinkId, path: str) -> None:
         peer = self._by_link.get(link)
@@ -102,29 +83,29 @@ class Dialer:
             return
         peer.path = path
         peer.state = PeerState.GREETING
-        self._outbox.send(link, Hello(PROTOCOL_VERSION, self._worker_id, peer.worker_id, self._fingerprint))
+        self._our.outbox.send(link, Hello(PROTOCOL_VERSION, self._our.worker_id, peer.worker_id, self._our.fingerprint))
 
     def welcomed(self, link: LinkId, welcome: Welcome) -> None:
         peer = self._by_link[link]
         if peer.state is not PeerState.GREETING:
-            self._counters.dropped()
+            self._our.counters.dropped()
             return
         if welcome.worker_id != peer.worker_id:
             raise BadMessageError(f"welcomed by {welcome.worker_id} instead of {peer.worker_id}")
         peer.state = PeerState.READY
-        peer.back_off = self._settings.redial_min_s
-        peer.health = LinkHealth(self._settings, self._clock())
-        self._counters.path(peer.worker_id, peer.path)
-        self._outbox.emit(LinkUp(peer.worker_id, peer.path))
+        peer.back_off = self._our.settings.redial_min_s
+        peer.health = LinkHealth(self._our.settings, self._our.clock())
+        self._our.counters.path(peer.worker_id, peer.path)
+        self._our.outbox.emit(LinkUp(peer.worker_id, peer.path))
         self._source.link_ready(peer.worker_id, link, welcome.window_bytes, welcome.max_message_bytes)
 
     def refused(self, link: LinkId, refused: Refused) -> None:
         peer = self._by_link[link]
         if peer.state is PeerState.GREETING:
             peer.state = PeerState.REFUSED
-            self._outbox.emit(LinkRefused(peer.worker_id, refused.detail))
+            self._our.outbox.emit(LinkRefused(peer.worker_id, refused.detail))
             self._source.unreachable(peer.worker_id, refused.detail)
-        self._outbox.cut(link, f"the peer refused: {refused.detail}")
+        self._our.outbox.cut(link, f"the peer refused: {refused.detail}")
 
     def lost(self, link: LinkId, reason: str) -> None:
         """The link is gone, by whichever side's doing."""
@@ -138,24 +119,24 @@ class Dialer:
         if peer.state is PeerState.REFUSED:
             return
         peer.state = PeerState.WAITING
-        peer.due = self._clock() + peer.back_off
-        peer.back_off = min(peer.back_off * 2, self._settings.redial_max_s)
-        self._outbox.emit(LinkDown(peer.worker_id, reason))
+        peer.due = self._our.clock() + peer.back_off
+        peer.back_off = min(peer.back_off * 2, self._our.settings.redial_max_s)
+        self._our.outbox.emit(LinkDown(peer.worker_id, reason))
 
     def tick(self) -> None:
-        now = self._clock()
+        now = self._our.clock()
         for peer in list(self._peers.values()):
             match peer.state:
                 case PeerState.WAITING if peer.due <= now:
                     self._dial(peer, now)
                 case PeerState.CONNECTING | PeerState.GREETING if peer.due <= now and peer.link is not None:
-                    self._outbox.cut(peer.link, f"no handshake within {self._settings.connect_timeout_s} s")
+                    self._our.outbox.cut(peer.link, f"no handshake within {self._our.settings.connect_timeout_s} s")
                 case PeerState.READY:
                     self._check_health(peer, now)
 
     def _dial(self, peer: Peer, now: float) -> None:
         peer.state = PeerState.CONNECTING
-        peer.due = now + self._settings.connect_timeout_s
+        peer.due = now + self._our.settings.connect_timeout_s
         peer.link = self._connect(peer.endpoint)
         self._by_link[peer.link] = peer
 
@@ -163,8 +144,8 @@ class Dialer:
         assert peer.link is not None
         match peer.health.check(now, is_needed=self._source.depends_on(peer.link)):
             case Verdict.PING:
-                self._outbox.send(peer.link, Ping())
+                self._our.outbox.send(peer.link, Ping())
             case Verdict.SILENT:
-                self._outbox.cut(peer.link, f"the peer was silent for {self._settings.ping_timeout_s} s")
+                self._our.outbox.cut(peer.link, f"the peer was silent for {self._our.settings.ping_timeout_s} s")
             case Verdict.FINE:
                 pass

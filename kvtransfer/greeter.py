@@ -6,12 +6,10 @@ A link has no rights before a good hello, and loses them with the first message 
 from dataclasses import dataclass
 
 from kvtransfer.carrier import LinkId
-from kvtransfer.counters import Counters
-from kvtransfer.fingerprint import Fingerprint, mismatch
+from kvtransfer.context import Context
+from kvtransfer.fingerprint import mismatch
 from kvtransfer.health import LinkHealth, Verdict
 from kvtransfer.messages import PROTOCOL_VERSION, Hello, Ping, Refused, Welcome, shorten
-from kvtransfer.outbox import Clock, Outbox
-from kvtransfer.settings import KVSettings
 from kvtransfer.sink import Sink
 
 
@@ -24,26 +22,9 @@ class Guest:
 
 
 class Greeter:
-    def __init__(
-        self,
-        *,
-        worker_id: str,
-        fingerprint: Fingerprint,
-        max_message_bytes: int,
-        sink: Sink,
-        outbox: Outbox,
-        settings: KVSettings,
-        counters: Counters,
-        clock: Clock,
-    ) -> None:
-        self._worker_id = worker_id
-        self._fingerprint = fingerprint
-        self._max_message_bytes = max_message_bytes
+    def __init__(self, context: Context, sink: Sink) -> None:
+        self._our = context
         self._sink = sink
-        self._outbox = outbox
-        self._settings = settings
-        self._counters = counters
-        self._clock = clock
         # Links that have connected, by path; nobody until their hello.
         self._paths: dict[LinkId, str] = {}
         self._guests: dict[LinkId, Guest] = {}
@@ -56,7 +37,7 @@ class Greeter:
         guest = self._guests.get(link)
         if guest is None:
             return None
-        guest.health.heard(self._clock())
+        guest.health.heard(self._our.clock())
         return guest.worker_id
 
     def greeted(self, link: LinkId, hello: Hello) -> None:
@@ -65,21 +46,22 @@ class Greeter:
         if refusal is not None:
             self.refuse(link, refusal)
             return
-        self._guests.setdefault(link, Guest(hello.worker_id, LinkHealth(self._settings, self._clock())))
-        self._counters.path(hello.worker_id, self._paths.get(link, ""))
-        self._outbox.send(link, Welcome(self._worker_id, self._settings.window_bytes, self._max_message_bytes))
+        self._guests.setdefault(link, Guest(hello.worker_id, LinkHealth(self._our.settings, self._our.clock())))
+        self._our.counters.path(hello.worker_id, self._paths.get(link, ""))
+        max_message_bytes = max(self._our.settings.frame_bytes, self._our.store.block_nbytes)
+        self._our.outbox.send(link, Welcome(self._our.worker_id, self._our.settings.window_bytes, max_message_bytes))
 
     def refuse(self, link: LinkId, detail: str) -> None:
         """Tells the source why, and ends the link."""
-        self._outbox.send(link, Refused(shorten(detail)))
-        self._outbox.cut(link, detail)
+        self._our.outbox.send(link, Refused(shorten(detail)))
+        self._our.outbox.cut(link, detail)
 
     def _refusal(self, hello: Hello) -> str | None:
         if hello.version != PROTOCOL_VERSION:
             return f"version: ours {PROTOCOL_VERSION}, theirs {hello.version}"
-        if hello.sink_worker_id != self._worker_id:
-            return f"worker_id: ours {self._worker_id}, theirs {hello.sink_worker_id}"
-        return mismatch(self._fingerprint, hello.fingerprint)
+        if hello.sink_worker_id != self._our.worker_id:
+            return f"worker_id: ours {self._our.worker_id}, theirs {hello.sink_worker_id}"
+        return mismatch(self._our.fingerprint, hello.fingerprint)
 
     def lost(self, link: LinkId, reason: str) -> None:
         self._paths.pop(link, None)
@@ -87,12 +69,12 @@ class Greeter:
             self._sink.link_lost(link, reason)
 
     def tick(self) -> None:
-        now = self._clock()
+        now = self._our.clock()
         for link, guest in list(self._guests.items()):
             match guest.health.check(now, is_needed=self._sink.depends_on(link)):
                 case Verdict.PING:
-                    self._outbox.send(link, Ping())
+                    self._our.outbox.send(link, Ping())
                 case Verdict.SILENT:
-                    self._outbox.cut(link, f"the source was silent for {self._settings.ping_timeout_s} s")
+                    self._our.outbox.cut(link, f"the source was silent for {self._our.settings.ping_timeout_s} s")
                 case Verdict.FINE:
                     pass

@@ -6,10 +6,9 @@ Driven by the agent's KV thread: carrier events in, then a tick; what it wants d
 from collections.abc import Callable
 
 from kvtransfer.carrier import CarrierEvent, Connected, Disconnected, LinkId, Received
-from kvtransfer.counters import Counters
+from kvtransfer.context import Context
 from kvtransfer.dialer import Dialer
 from kvtransfer.endpoint import KVEndpoint
-from kvtransfer.fingerprint import Fingerprint
 from kvtransfer.greeter import Greeter
 from kvtransfer.messages import (
     Acked,
@@ -28,11 +27,8 @@ from kvtransfer.messages import (
     Welcome,
     decode,
 )
-from kvtransfer.outbox import Clock, Outbox
-from kvtransfer.settings import KVSettings
 from kvtransfer.sink import Sink
 from kvtransfer.source import Source
-from kvtransfer.store import BlockStore
 
 # How long the KV thread may sleep: the coarseness of every deadline, and what letting go of blocks may lag.
 SETTLING_POLL_S = 0.002
@@ -41,49 +37,12 @@ IDLE_POLL_S = 0.5
 
 
 class Node:
-    def __init__(
-        self,
-        *,
-        worker_id: str,
-        fingerprint: Fingerprint,
-        store: BlockStore,
-        connect: Callable[[KVEndpoint], LinkId],
-        outbox: Outbox,
-        settings: KVSettings,
-        counters: Counters,
-        clock: Clock,
-    ) -> None:
-        self._outbox = outbox
-        self._counters = counters
-        self.source = Source(
-            store=store,
-            fingerprint=fingerprint,
-            outbox=outbox,
-            settings=settings,
-            counters=counters,
-            clock=clock,
-        )
-        self.sink = Sink(store=store, fingerprint=fingerprint, outbox=outbox, counters=counters, clock=clock)
-        self.dialer = Dialer(
-            worker_id=worker_id,
-            fingerprint=fingerprint,
-            connect=connect,
-            source=self.source,
-            outbox=outbox,
-            settings=settings,
-            counters=counters,
-            clock=clock,
-        )
-        self.greeter = Greeter(
-            worker_id=worker_id,
-            fingerprint=fingerprint,
-            max_message_bytes=max(settings.frame_bytes, store.block_nbytes),
-            sink=self.sink,
-            outbox=outbox,
-            settings=settings,
-            counters=counters,
-            clock=clock,
-        )
+    def __init__(self, context: Context, connect: Callable[[KVEndpoint], LinkId]) -> None:
+        self._our = context
+        self.source = Source(context)
+        self.sink = Sink(context)
+        self.dialer = Dialer(context, self.source, connect)
+        self.greeter = Greeter(context, self.sink)
 
     def handle(self, event: CarrierEvent) -> None:
         match event:
@@ -121,10 +80,10 @@ class Node:
             else:
                 self._from_source(event, message)
         except BadMessageError as error:
-            self._counters.rejected()
+            self._our.counters.rejected()
             detail = f"bad message: {error}"
             if self.dialer.owns(event.link):
-                self._outbox.cut(event.link, detail)
+                self._our.outbox.cut(event.link, detail)
             else:
                 self.greeter.refuse(event.link, detail)
 
@@ -138,7 +97,7 @@ class Node:
             case Refused():
                 self.dialer.refused(event.link, message)
             case Ping():
-                self._outbox.send(event.link, Pong())
+                self._our.outbox.send(event.link, Pong())
             case Pong():
                 pass  # it was heard
             case BlocksAck() | Acked() | Cancel() | Closed():
@@ -155,7 +114,7 @@ class Node:
             raise BadMessageError(f"{type(message).__name__} before hello")
         match message:
             case Ping() if not event.frames:
-                self._outbox.send(event.link, Pong())
+                self._our.outbox.send(event.link, Pong())
             case Pong() if not event.frames:
                 pass  # it was heard
             case Open() | Blocks() | Finish() | Cancel():

@@ -8,33 +8,18 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from kvtransfer.carrier import LinkId
-from kvtransfer.counters import Counters
+from kvtransfer.context import Context
 from kvtransfer.events import FailureReason, Side, TransferComplete, TransferFailed, reason_from_peer
-from kvtransfer.fingerprint import Fingerprint
 from kvtransfer.messages import Acked, BadMessageError, Blocks, BlocksAck, Cancel, Closed, Finish, Open, digest, shorten
-from kvtransfer.outbox import Clock, Outbox
 from kvtransfer.sink_transfer import Problem, SinkTransfer
-from kvtransfer.store import BlockStore
 
 # How many ended transfers are remembered, only to tell a late source why; never to act on.
 NUM_REMEMBERED = 1024
 
 
 class Sink:
-    def __init__(
-        self,
-        *,
-        store: BlockStore,
-        fingerprint: Fingerprint,
-        outbox: Outbox,
-        counters: Counters,
-        clock: Clock,
-    ) -> None:
-        self._store = store
-        self._fingerprint = fingerprint
-        self._outbox = outbox
-        self._counters = counters
-        self._clock = clock
+    def __init__(self, context: Context) -> None:
+        self._our = context
         self._transfers: dict[str, SinkTransfer] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()
 
@@ -47,7 +32,7 @@ class Sink:
             block_ids=list(block_ids),
             num_cached_blocks=num_cached_blocks,
             timeout_s=timeout_s,
-            deadline=self._clock() + timeout_s,
+            deadline=self._our.clock() + timeout_s,
         )
 
     def cancel(self, transfer_id: str, detail: str) -> None:
@@ -80,10 +65,10 @@ class Sink:
             if transfer is not None:
                 reason = reason_from_peer(message.reason)
                 self._fail(transfer, reason, f"the source gave up: {message.detail}", is_told=True)
-            self._outbox.send(link, Closed(message.transfer_id, "cancelled", is_answer=True))
+            self._our.outbox.send(link, Closed(message.transfer_id, "cancelled", is_answer=True))
         elif transfer is None:
-            self._counters.dropped()
-            self._outbox.send(link, Closed(message.transfer_id, self._why_closed(message.transfer_id)))
+            self._our.counters.dropped()
+            self._our.outbox.send(link, Closed(message.transfer_id, self._why_closed(message.transfer_id)))
         elif isinstance(message, Open):
             self._on_open(transfer, message)
         else:
@@ -97,12 +82,12 @@ class Sink:
         if transfer.link is None:
             transfer.link = link
             transfer.source_worker_id = worker_id
-            transfer.started_at = self._clock()
+            transfer.started_at = self._our.clock()
         return transfer
 
     def _on_open(self, transfer: SinkTransfer, message: Open) -> None:
         if transfer.is_opened:
-            self._counters.dropped()
+            self._our.counters.dropped()
             return
         transfer.is_opened = True
         transfer.traceparent = message.traceparent
@@ -117,9 +102,9 @@ class Sink:
             raise BadMessageError(f"Blocks with {counts}")
         transfer = self._bound(message.transfer_id, link, worker_id)
         if transfer is None:
-            self._counters.dropped(sum(frame.nbytes for frame in frames))
+            self._our.counters.dropped(sum(frame.nbytes for frame in frames))
             detail = self._why_closed(message.transfer_id)
-            self._outbox.send(link, BlocksAck(message.transfer_id, message.sequence, is_closed=True, detail=detail))
+            self._our.outbox.send(link, BlocksAck(message.transfer_id, message.sequence, is_closed=True, detail=detail))
             return
         problem = self._check_tp(message)
         for index, value, frame in zip(message.indices, message.digests, frames, strict=True):
@@ -128,12 +113,12 @@ class Sink:
         if problem is not None:
             self._fail(transfer, *problem)  # first, so that the source hears the reason before "closed"
         # The bytes are out of the receive buffer, taken or not: the credit goes back in any case.
-        self._outbox.send(link, BlocksAck(message.transfer_id, message.sequence, is_closed=problem is not None))
+        self._our.outbox.send(link, BlocksAck(message.transfer_id, message.sequence, is_closed=problem is not None))
         if problem is None:
             self._complete_if_whole(transfer)
 
     def _check_tp(self, message: Blocks) -> Problem | None:
-        ours = (self._fingerprint.tp_rank, self._fingerprint.tp_size)
+        ours = (self._our.fingerprint.tp_rank, self._our.fingerprint.tp_size)
         theirs = (message.tp_rank, message.tp_size)
         if ours == theirs:
             return None
@@ -143,26 +128,29 @@ class Sink:
         if not transfer.is_expected(index):
             first, last = transfer.num_cached_blocks, transfer.num_blocks - 1
             return FailureReason.PROTOCOL, f"block {index} is outside of {first}..{last}"
-        if frame.nbytes != self._store.block_nbytes:
-            return FailureReason.PROTOCOL, f"block {index}: {frame.nbytes} bytes instead of {self._store.block_nbytes}"
+        if frame.nbytes != self._our.store.block_nbytes:
+            return (
+                FailureReason.PROTOCOL,
+                f"block {index}: {frame.nbytes} bytes instead of {self._our.store.block_nbytes}",
+            )
         if digest(frame) != value:
             return FailureReason.CORRUPT, f"block {index} does not match its digest"
         if index in transfer.received:
-            self._counters.dropped(frame.nbytes)
+            self._our.counters.dropped(frame.nbytes)
             return None
         try:
-            self._store.write(transfer.block_ids[index], frame)
+            self._our.store.write(transfer.block_ids[index], frame)
         except (ValueError, LookupError) as error:
             return FailureReason.INVALID, f"block {index} cannot be written: {error}"
         transfer.received[index] = value
         transfer.num_bytes += frame.nbytes
-        self._counters.received(transfer.source_worker_id, frame.nbytes)
+        self._our.counters.received(transfer.source_worker_id, frame.nbytes)
         self._progress(transfer)
         return None
 
     def _on_finish(self, transfer: SinkTransfer, finish: Finish) -> None:
         if transfer.finish is not None:
-            self._counters.dropped()
+            self._our.counters.dropped()
             return
         problem = transfer.check_finish(finish)
         if problem is not None:
@@ -173,12 +161,12 @@ class Sink:
         self._complete_if_whole(transfer)
 
     def _progress(self, transfer: SinkTransfer) -> None:
-        transfer.deadline = self._clock() + transfer.timeout_s
+        transfer.deadline = self._our.clock() + transfer.timeout_s
 
     # What time brings.
 
     def tick(self) -> None:
-        now = self._clock()
+        now = self._our.clock()
         for transfer in list(self._transfers.values()):
             if transfer.deadline <= now:
                 arrived = f"{len(transfer.received)} of {transfer.num_blocks_expected} blocks"
@@ -207,10 +195,10 @@ class Sink:
         assert transfer.finish is not None
         assert transfer.link is not None
         self._forget(transfer, "it is complete")
-        self._outbox.send(transfer.link, Acked(transfer.transfer_id))
-        seconds = self._clock() - transfer.started_at
-        self._counters.ended(Side.SINK, "OK", seconds)
-        self._outbox.emit(
+        self._our.outbox.send(transfer.link, Acked(transfer.transfer_id))
+        seconds = self._our.clock() - transfer.started_at
+        self._our.counters.ended(Side.SINK, "OK", seconds)
+        self._our.outbox.emit(
             TransferComplete(
                 transfer_id=transfer.transfer_id,
                 keys=transfer.finish.keys,
@@ -225,9 +213,9 @@ class Sink:
     def _fail(self, transfer: SinkTransfer, reason: FailureReason, detail: str, *, is_told: bool = False) -> None:
         self._forget(transfer, f"{reason.value}: {detail}")
         if transfer.link is not None and not is_told:
-            self._outbox.send(transfer.link, Cancel(transfer.transfer_id, reason.value, shorten(detail)))
-        self._counters.ended(Side.SINK, reason.value)
-        self._outbox.emit(TransferFailed(transfer.transfer_id, Side.SINK, reason, detail))
+            self._our.outbox.send(transfer.link, Cancel(transfer.transfer_id, reason.value, shorten(detail)))
+        self._our.counters.ended(Side.SINK, reason.value)
+        self._our.outbox.emit(TransferFailed(transfer.transfer_id, Side.SINK, reason, detail))
 
     def _forget(self, transfer: SinkTransfer, why: str) -> None:
         del self._transfers[transfer.transfer_id]

@@ -9,36 +9,18 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from kvtransfer.carrier import LinkId
-from kvtransfer.counters import Counters
+from kvtransfer.context import Context
 from kvtransfer.credit import CreditWindow
 from kvtransfer.events import FailureReason, Side, TransferAcked, TransferFailed, reason_from_peer
-from kvtransfer.fingerprint import Fingerprint
 from kvtransfer.messages import Acked, Blocks, BlocksAck, Cancel, Closed, Open, digest, shorten
-from kvtransfer.outbox import Clock, Outbox
-from kvtransfer.settings import KVSettings
 from kvtransfer.source_link import ReadyLink
 from kvtransfer.source_transfer import SourceTransfer
-from kvtransfer.store import BlockStore
 from kvtransfer.ticket import Ticket
 
 
 class Source:
-    def __init__(
-        self,
-        *,
-        store: BlockStore,
-        fingerprint: Fingerprint,
-        outbox: Outbox,
-        settings: KVSettings,
-        counters: Counters,
-        clock: Clock,
-    ) -> None:
-        self._store = store
-        self._fingerprint = fingerprint
-        self._outbox = outbox
-        self._settings = settings
-        self._counters = counters
-        self._clock = clock
+    def __init__(self, context: Context) -> None:
+        self._our = context
         self._transfers: dict[str, SourceTransfer] = {}
         self._links: dict[LinkId, ReadyLink] = {}
         self._link_by_worker: dict[str, LinkId] = {}
@@ -47,7 +29,7 @@ class Source:
 
     def open(self, ticket: Ticket) -> None:
         """The caller has made sure that no transfer of this id is open."""
-        now = self._clock()
+        now = self._our.clock()
         transfer = SourceTransfer(ticket=ticket, opened_at=now, progress_at=now)
         self._transfers[ticket.transfer_id] = transfer
         link = self._link_by_worker.get(ticket.sink_worker_id)
@@ -73,7 +55,7 @@ class Source:
         transfer = self._transfers.get(transfer_id)
         if transfer is None or transfer.is_ended:
             return
-        transfer.progress_at = self._clock()
+        transfer.progress_at = self._our.clock()
         error = change(transfer)
         if error is not None:
             self._fail(transfer, FailureReason.INVALID, error)
@@ -87,8 +69,8 @@ class Source:
             link=link,
             worker_id=worker_id,
             credit=CreditWindow(window_bytes),
-            max_message_bytes=min(max_message_bytes, self._settings.frame_bytes),
-            progress_at=self._clock(),
+            max_message_bytes=min(max_message_bytes, self._our.settings.frame_bytes),
+            progress_at=self._our.clock(),
         )
         self._links[link] = ready
         self._link_by_worker[worker_id] = link
@@ -103,7 +85,7 @@ class Source:
             return
         if self._link_by_worker.get(ready.worker_id) == link:
             del self._link_by_worker[ready.worker_id]
-        self._counters.in_flight(ready.worker_id, 0, ready.credit.peak)
+        self._our.counters.in_flight(ready.worker_id, 0, ready.credit.peak)
         for transfer in list(ready.transfers.values()):
             self._fail(transfer, FailureReason.LINK_LOST, reason)
 
@@ -122,7 +104,7 @@ class Source:
     def receive(self, link: LinkId, message: BlocksAck | Acked | Cancel | Closed) -> None:
         ready = self._links.get(link)
         if ready is None:
-            self._counters.dropped()
+            self._our.counters.dropped()
             return
         transfer = ready.transfers.get(message.transfer_id)
         match message:
@@ -135,13 +117,13 @@ class Source:
             case Closed():
                 self._on_closed(ready, transfer, message)
         self._pump(ready)
-        self._counters.in_flight(ready.worker_id, ready.credit.used, ready.credit.peak)
+        self._our.counters.in_flight(ready.worker_id, ready.credit.used, ready.credit.peak)
 
     def _on_blocks_ack(self, ready: ReadyLink, transfer: SourceTransfer | None, ack: BlocksAck) -> None:
         if not ready.credit.give_back(ack.sequence, ack.transfer_id):
-            self._counters.dropped()
+            self._our.counters.dropped()
             return
-        ready.progress_at = self._clock()
+        ready.progress_at = self._our.clock()
         if transfer is None:
             return
         transfer.in_flight.pop(ack.sequence, None)
@@ -153,17 +135,17 @@ class Source:
 
     def _on_acked(self, ready: ReadyLink, transfer: SourceTransfer | None) -> None:
         if transfer is None or transfer.is_ended:
-            self._counters.dropped()
+            self._our.counters.dropped()
         elif not transfer.is_finish_sent:
-            self._outbox.cut(ready.link, f"the sink acknowledged {transfer.transfer_id} before its end")
+            self._our.outbox.cut(ready.link, f"the sink acknowledged {transfer.transfer_id} before its end")
         else:
             ready.credit.give_back_all(transfer.transfer_id)
-            transfer.acked_after = self._clock() - transfer.started_at
+            transfer.acked_after = self._our.clock() - transfer.started_at
             self._settle(transfer)
 
     def _on_cancel(self, transfer: SourceTransfer | None, cancel: Cancel) -> None:
         if transfer is None or transfer.is_ended:
-            self._counters.dropped()
+            self._our.counters.dropped()
             return
         self._fail(transfer, reason_from_peer(cancel.reason), f"the sink gave up: {cancel.detail}")
 
@@ -173,23 +155,23 @@ class Source:
         elif transfer is not None and not transfer.is_ended:
             self._fail(transfer, FailureReason.CLOSED, closed.detail)
         else:
-            self._counters.dropped()
+            self._our.counters.dropped()
 
     # What time brings.
 
     def tick(self) -> None:
-        now = self._clock()
+        now = self._our.clock()
         for transfer in list(self._transfers.values()):
             if transfer.is_ended:
                 self._settle(transfer)
                 continue
             ready = self._links.get(transfer.link) if transfer.link is not None else None
-            overdue = transfer.overdue(now, self._settings, ready.progress_at if ready is not None else 0.0)
+            overdue = transfer.overdue(now, self._our.settings, ready.progress_at if ready is not None else 0.0)
             if overdue is not None:
                 self._fail(transfer, *overdue)
         for ready in list(self._links.values()):
             if ready.closing and min(ready.closing.values()) <= now:
-                self._outbox.cut(ready.link, "the sink did not confirm the end of a failed transfer")
+                self._our.outbox.cut(ready.link, "the sink did not confirm the end of a failed transfer")
 
     @property
     def is_waiting(self) -> bool:
@@ -211,12 +193,12 @@ class Source:
     # How blocks move.
 
     def _attach(self, transfer: SourceTransfer, ready: ReadyLink) -> None:
-        now = self._clock()
+        now = self._our.clock()
         transfer.link = ready.link
         transfer.started_at = transfer.progress_at = now
         ready.transfers[transfer.transfer_id] = transfer
         ticket = transfer.ticket
-        self._outbox.send(
+        self._our.outbox.send(
             ready.link, Open(ticket.transfer_id, ticket.num_cached_blocks, ticket.num_blocks, ticket.traceparent)
         )
         self._pump(ready)
@@ -225,20 +207,20 @@ class Source:
         """Sends what credit allows, the oldest transfer first."""
         for transfer in list(ready.transfers.values()):
             while transfer.queue:
-                batch = transfer.next_batch(self._store.block_nbytes, ready.max_message_bytes)
-                if not ready.credit.can_send(len(batch) * self._store.block_nbytes):
+                batch = transfer.next_batch(self._our.store.block_nbytes, ready.max_message_bytes)
+                if not ready.credit.can_send(len(batch) * self._our.store.block_nbytes):
                     return
                 self._send_batch(ready, transfer, batch)
             if transfer.finish is not None and not transfer.is_finish_sent and not transfer.is_ended:
                 first, last = transfer.ticket.num_cached_blocks, transfer.ticket.num_blocks
                 digests = [transfer.digests[index] for index in range(first, last)]
                 transfer.is_finish_sent = True
-                transfer.progress_at = self._clock()
-                self._outbox.send(ready.link, msgspec.structs.replace(transfer.finish, digests=digests))
+                transfer.progress_at = self._our.clock()
+                self._our.outbox.send(ready.link, msgspec.structs.replace(transfer.finish, digests=digests))
 
     def _send_batch(self, ready: ReadyLink, transfer: SourceTransfer, batch: list[tuple[int, int]]) -> None:
         try:
-            frames = [self._store.view(block_id) for _, block_id in batch]
+            frames = [self._our.store.view(block_id) for _, block_id in batch]
         except (ValueError, LookupError) as error:
             self._fail(transfer, FailureReason.INVALID, f"a block cannot be read: {error}")
             return
@@ -253,15 +235,15 @@ class Source:
             sequence=sequence,
             indices=[index for index, _ in batch],
             digests=digests,
-            tp_rank=self._fingerprint.tp_rank,
-            tp_size=self._fingerprint.tp_size,
+            tp_rank=self._our.fingerprint.tp_rank,
+            tp_size=self._our.fingerprint.tp_size,
         )
         if not transfer.in_flight:
-            transfer.progress_at = self._clock()
-        transfer.in_flight[sequence] = self._outbox.send(ready.link, message, frames)
+            transfer.progress_at = self._our.clock()
+        transfer.in_flight[sequence] = self._our.outbox.send(ready.link, message, frames)
         transfer.num_bytes += num_bytes
-        self._counters.sent(ready.worker_id, len(batch), num_bytes)
-        self._counters.in_flight(ready.worker_id, ready.credit.used, ready.credit.peak)
+        self._our.counters.sent(ready.worker_id, len(batch), num_bytes)
+        self._our.counters.in_flight(ready.worker_id, ready.credit.used, ready.credit.peak)
 
     # How a transfer ends.
 
@@ -273,8 +255,8 @@ class Source:
         ready = self._links.get(transfer.link) if transfer.link is not None else None
         if ready is not None:
             # The sink answers Closed after all that it read before: that settles the credit of lost messages too.
-            self._outbox.send(ready.link, Cancel(transfer.transfer_id, reason.value, shorten(detail)))
-            ready.closing[transfer.transfer_id] = self._clock() + self._settings.closing_timeout_s
+            self._our.outbox.send(ready.link, Cancel(transfer.transfer_id, reason.value, shorten(detail)))
+            ready.closing[transfer.transfer_id] = self._our.clock() + self._our.settings.closing_timeout_s
         self._settle(transfer)
 
     def _settle(self, transfer: SourceTransfer) -> None:
@@ -283,14 +265,14 @@ class Source:
             return
         self._forget(transfer)
         if transfer.acked_after is not None:
-            self._counters.ended(Side.SOURCE, "OK", transfer.acked_after)
+            self._our.counters.ended(Side.SOURCE, "OK", transfer.acked_after)
             sink = transfer.ticket.sink_worker_id
-            self._outbox.emit(TransferAcked(transfer.transfer_id, sink, transfer.num_bytes, transfer.acked_after))
+            self._our.outbox.emit(TransferAcked(transfer.transfer_id, sink, transfer.num_bytes, transfer.acked_after))
             return
         assert transfer.failure is not None
         reason, detail = transfer.failure
-        self._counters.ended(Side.SOURCE, reason.value)
-        self._outbox.emit(TransferFailed(transfer.transfer_id, Side.SOURCE, reason, detail))
+        self._our.counters.ended(Side.SOURCE, reason.value)
+        self._our.outbox.emit(TransferFailed(transfer.transfer_id, Side.SOURCE, reason, detail))
 
     def _forget(self, transfer: SourceTransfer) -> None:
         del self._transfers[transfer.transfer_id]

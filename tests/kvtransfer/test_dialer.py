@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvtransfer.context import Context
 from kvtransfer.counters import Counters
 from kvtransfer.dialer import Dialer
 from kvtransfer.endpoint import KVEndpoint
@@ -21,25 +22,8 @@ class Dialled:
     def __init__(self) -> None:
         self.outbox = FakeOutbox()
         self.num_links = 0
-        settings, counters, clock = KVSettings(), Counters(), FakeClock()
-        source = Source(
-            store=ByteStore(1),
-            fingerprint=FINGERPRINT,
-            outbox=self.outbox,
-            settings=settings,
-            counters=counters,
-            clock=clock,
-        )
-        self.dialer = Dialer(
-            worker_id="p0",
-            fingerprint=FINGERPRINT,
-            connect=self._connect,
-            source=source,
-            outbox=self.outbox,
-            settings=settings,
-            counters=counters,
-            clock=clock,
-        )
+        context = Context("p0", FINGERPRINT, ByteStore(1), self.outbox, KVSettings(), Counters(), FakeClock())
+        self.dialer = Dialer(context, Source(context), self._connect)
 
     def _connect(self, endpoint: KVEndpoint) -> int:
         self.num_links += 1

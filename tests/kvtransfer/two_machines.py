@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvtransfer.context import Context
 from kvtransfer.counters import Counters
 from kvtransfer.events import KVEvent, TransferAcked, TransferComplete, TransferFailed
 from kvtransfer.messages import Acked, Blocks, BlocksAck, Cancel, Closed, Finish, Open
@@ -52,21 +53,8 @@ class TwoMachines:
         self.source_store = ByteStore(NUM_BLOCKS, BLOCK_NBYTES)
         self.sink_store = ByteStore(NUM_BLOCKS, BLOCK_NBYTES)
         self.source_out, self.sink_out = FakeOutbox(), FakeOutbox()
-        self.source = Source(
-            store=self.source_store,
-            fingerprint=FINGERPRINT,
-            outbox=self.source_out,
-            settings=SETTINGS,
-            counters=self.counters,
-            clock=self.clock,
-        )
-        self.sink = Sink(
-            store=self.sink_store,
-            fingerprint=FINGERPRINT,
-            outbox=self.sink_out,
-            counters=self.counters,
-            clock=self.clock,
-        )
+        self.source = Source(self.context("p0", self.source_store, self.source_out))
+        self.sink = Sink(self.context("d0", self.sink_store, self.sink_out))
         self.transfers: dict[str, Transfer] = {}
         self.free_source = set(range(NUM_BLOCKS))
         self.free_sink = set(range(NUM_BLOCKS))
@@ -78,6 +66,9 @@ class TwoMachines:
         self.num_damaged = 0
         self.is_in_order = True
         self.connect()
+
+    def context(self, worker_id: str, store: ByteStore, outbox: FakeOutbox) -> Context:
+        return Context(worker_id, FINGERPRINT, store, outbox, SETTINGS, self.counters, self.clock)
 
     def connect(self) -> None:
         self.num_links += 1
