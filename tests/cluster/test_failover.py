@@ -55,7 +55,9 @@ def test_killed_engine_is_not_missed(two_by_three: Cluster, tiny: Tiny) -> None:
     prompt = prompt_of(60, seed=2)
 
     def kill_engine() -> None:
-        os.kill(busy(two_by_three, "decode").engine_pid(), signal.SIGKILL)
+        process = busy(two_by_three, "decode")
+        process.is_killed = True
+        os.kill(process.engine_pid(), signal.SIGKILL)
 
     ids, attempts = stream_through(two_by_three, prompt, kill_engine, after=20)
     assert ids == greedy(tiny("gemma2"), prompt, MAX_TOKENS)
