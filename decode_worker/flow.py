@@ -15,7 +15,6 @@ from decode_worker.scheduler import SequenceView, StepPlan, plan_step
 from decode_worker.state import Phase, Reservation, Sequence
 from kvtransfer import events
 from kvtransfer.ticket import Ticket
-from splitserve.engine.allocator import BlockAllocator
 from splitserve.engine.batch import Segment
 from splitserve.engine.block_keys import block_keys
 from splitserve.service.reasons import Reason
@@ -23,24 +22,19 @@ from splitserve.worker import messages
 from splitserve.worker.engine_setup import EngineContext
 from splitserve.worker.load import load_report
 from splitserve.worker.payload import decode_finish
+from splitserve.worker.role import EngineBase
 from splitserve.worker.sampling import Draw, draw_tokens, samples_problem, sampling_params
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 
-class DecodeEngine:
+class DecodeEngine(EngineBase):
     """What the decode worker adds to the engine loop."""
 
     def __init__(self, context: EngineContext) -> None:
-        self._context = context
-        self._runner = context.runner
-        self._agent = context.agent
-        self._publish = context.publish
-        self._eos_token_ids = frozenset(context.description.eos_token_ids)
-        self._layout = context.runner.layout
+        super().__init__(context)
         # A sequence that alone fills the pool ends by length instead of waiting for blocks that cannot come.
         self._max_len = min(context.max_model_len, context.runner.pool.num_blocks * self._layout.block_size)
-        self._allocator = BlockAllocator(context.runner.pool.num_blocks)
         # Both in order of arrival: the oldest first.
         self._reservations: dict[str, Reservation] = {}
         self._running: dict[str, Sequence] = {}
@@ -77,7 +71,7 @@ class DecodeEngine:
             return
         token_ids = command.start.prompt_ids + samples[0].output_ids
         num_full = len(token_ids) // self._layout.block_size
-        if refusal := self._too_large(token_ids, num_full + len(samples)):
+        if refusal := self._too_large(len(token_ids), num_full + len(samples)):
             self._refuse(command, Reason.TOO_LARGE, refusal)
             return
         num_held = len(self._running) + self._num_reserved
@@ -86,8 +80,7 @@ class DecodeEngine:
             return
         blocks = self._allocator.reserve(num_full + len(samples))
         if blocks is None:
-            available = self._allocator.available
-            self._refuse(command, Reason.NO_ROOM, f"{num_full + len(samples)} blocks needed, {available} available")
+            self._refuse(command, Reason.NO_ROOM, self._no_room(num_full + len(samples)))
             return
         reservation = Reservation(
             attempt=command.attempt,
@@ -119,19 +112,6 @@ class DecodeEngine:
         # Before the answer, so that a router never sees the answer without the room that it took.
         self._publish(self.load())
         self._publish(messages.Reserved(session=reservation.session, attempt=reservation.attempt, ticket=ticket))
-
-    def _too_large(self, token_ids: list[int], num_blocks: int) -> str | None:
-        if len(token_ids) >= self._context.max_model_len:
-            return f"{len(token_ids)} tokens leave no room for output: the context is {self._context.max_model_len}"
-        total = self._allocator.counts.total
-        if num_blocks > total:
-            return f"{len(token_ids)} tokens and their first output need {num_blocks} blocks: the pool has {total}"
-        return None
-
-    def _refuse(self, command: messages.Reserve, reason: Reason, message: str) -> None:
-        self._publish(
-            messages.Refused(session=command.session, attempt=command.attempt, reason=reason, message=message)
-        )
 
     # From reservation to sequences
 
@@ -224,16 +204,8 @@ class DecodeEngine:
         """Once per attempt: one that is closing has been reported, or nobody wants to hear of it."""
         if isinstance(holder, Reservation) and holder.phase is Phase.CLOSING:
             return
-        log.warning(
-            "attempt ended",
-            attempt=holder.attempt,
-            reason=reason.value,
-            detail=message,
-            traceparent=holder.traceparent,
-        )
-        self._publish(
-            messages.AttemptEnded(session=holder.session, attempt=holder.attempt, reason=reason, message=message)
-        )
+        trace = holder.traceparent
+        self._publish_end(holder.session, holder.attempt, reason, message, trace)
 
     def _drop(self, sequence: Sequence) -> None:
         del self._running[sequence.key]

@@ -15,7 +15,6 @@ import torch
 from kvtransfer import events
 from kvtransfer.ticket import Ticket
 from prefill_worker.scheduler import Chunk, PromptView, plan_step
-from splitserve.engine.allocator import BlockAllocator
 from splitserve.engine.batch import Segment
 from splitserve.engine.block_keys import block_keys
 from splitserve.engine.sampler import SamplingParams
@@ -24,6 +23,7 @@ from splitserve.worker import messages
 from splitserve.worker.engine_setup import EngineContext
 from splitserve.worker.load import load_report
 from splitserve.worker.payload import encode_finish
+from splitserve.worker.role import EngineBase
 from splitserve.worker.sampling import Draw, draw_tokens, samples_problem, sampling_params
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
@@ -52,16 +52,11 @@ class PrefillAttempt:
         return not self.released and self.num_computed < len(self.token_ids)
 
 
-class PrefillEngine:
+class PrefillEngine(EngineBase):
     """What the prefill worker adds to the engine loop."""
 
     def __init__(self, context: EngineContext) -> None:
-        self._context = context
-        self._runner = context.runner
-        self._agent = context.agent
-        self._publish = context.publish
-        self._eos_token_ids = frozenset(context.description.eos_token_ids)
-        self._allocator = BlockAllocator(context.runner.pool.num_blocks)
+        super().__init__(context)
         self._attempts: dict[str, PrefillAttempt] = {}
         self._by_transfer: dict[str, PrefillAttempt] = {}
 
@@ -94,14 +89,13 @@ class PrefillEngine:
             self._refuse(command, Reason.INVALID, problem)
             return
         token_ids = command.start.prompt_ids + samples[0].output_ids
-        num_blocks = self._runner.layout.blocks_for(len(token_ids))
+        num_blocks = self._layout.blocks_for(len(token_ids))
         if refusal := self._too_large(len(token_ids), num_blocks):
             self._refuse(command, Reason.TOO_LARGE, refusal)
             return
         blocks = self._allocator.allocate(num_blocks)
         if blocks is None:
-            available = self._allocator.available
-            self._refuse(command, Reason.NO_ROOM, f"{num_blocks} blocks needed, {available} available")
+            self._refuse(command, Reason.NO_ROOM, self._no_room(num_blocks))
             return
         attempt = PrefillAttempt(
             attempt=command.attempt,
@@ -128,19 +122,6 @@ class PrefillEngine:
         size = self._runner.vocab_size
         return f"token id {worst} is not in a vocabulary of {size}" if worst >= size else None
 
-    def _too_large(self, num_tokens: int, num_blocks: int) -> str | None:
-        if num_tokens >= self._context.max_model_len:
-            return f"{num_tokens} tokens leave no room for output: the context is {self._context.max_model_len}"
-        total = self._allocator.counts.total
-        if num_blocks > total:
-            return f"{num_tokens} tokens need {num_blocks} blocks: the pool has {total}"
-        return None
-
-    def _refuse(self, command: messages.Prefill, reason: Reason, message: str) -> None:
-        self._publish(
-            messages.Refused(session=command.session, attempt=command.attempt, reason=reason, message=message)
-        )
-
     def _release(self, attempt: PrefillAttempt | None, reason: str) -> None:
         if attempt is not None and not attempt.released:
             attempt.released = True
@@ -154,16 +135,8 @@ class PrefillEngine:
     def _report_end(self, attempt: PrefillAttempt, reason: Reason, message: str) -> None:
         if attempt.released:
             return
-        log.warning(
-            "attempt ended",
-            attempt=attempt.attempt,
-            reason=reason.value,
-            detail=message,
-            traceparent=attempt.ticket.traceparent,
-        )
-        self._publish(
-            messages.AttemptEnded(session=attempt.session, attempt=attempt.attempt, reason=reason, message=message)
-        )
+        trace = attempt.ticket.traceparent
+        self._publish_end(attempt.session, attempt.attempt, reason, message, trace)
 
     def _transfer_failed(self, transfer_id: str, detail: str) -> None:
         attempt = self._by_transfer.get(transfer_id)
@@ -199,7 +172,7 @@ class PrefillEngine:
             attempt = self._attempts[chunk.attempt]
             attempt.num_computed += chunk.length
             if attempt.is_computing:
-                self._push_blocks(attempt, attempt.num_computed // self._runner.layout.block_size)
+                self._push_blocks(attempt, attempt.num_computed // self._layout.block_size)
             else:
                 finished.append(attempt)
         self._draw_first_tokens(finished, logits)
@@ -246,7 +219,7 @@ class PrefillEngine:
             )
         )
         self._push_blocks(attempt, len(attempt.blocks))
-        keys = block_keys(attempt.token_ids, self._runner.layout.block_size, {"model": self._context.fingerprint.model})
+        keys = block_keys(attempt.token_ids, self._layout.block_size, {"model": self._context.fingerprint.model})
         self._agent.finish(attempt.ticket.transfer_id, keys, encode_finish(tokens))
 
     def load(self) -> messages.Load:
