@@ -245,7 +245,9 @@ class KVAgent:
                 _log_transfer("sent", event, peer=event.sink_worker_id, path=path)
             case TransferFailed():
                 self._end(event.side, event.transfer_id)
-                log.warning(
+                # A client that leaves is no trouble; what fails by itself is.
+                write = log.info if event.reason is FailureReason.CANCELLED else log.warning
+                write(
                     "kv transfer failed",
                     transfer_id=event.transfer_id,
                     side=event.side.value,

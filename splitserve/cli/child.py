@@ -6,10 +6,11 @@ the supervisor is gone, however it went, that pipe ends, and so does the child.
 """
 
 import asyncio
+import json
 import os
 import signal
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
 from splitserve.cli.roles import ChildSpec
@@ -110,3 +111,18 @@ async def _read_lines(fd: int, sink: Callable[[bytes], None]) -> None:
             sink(rest)
     finally:
         transport.close()
+
+
+def last_words(lines: Iterable[str]) -> str:
+    """What a process said last: the reason inside a log line of JSON, or the last line that is more than a frame."""
+    for line in reversed(list(lines)):
+        try:
+            event = json.loads(line)
+        except ValueError:
+            event = None
+        if isinstance(event, dict):
+            return str(event.get("reason") or event.get("event") or line)
+        words = line.strip(" │╭╮╰╯─|")
+        if words:
+            return words
+    return "it wrote nothing"

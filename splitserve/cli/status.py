@@ -32,7 +32,7 @@ def status(
     json
         Print the router's answer as it is.
     """
-    text = fetch(f"{url.rstrip('/')}/cluster")
+    text = fetch(f"{url if '://' in url else f'http://{url}'}".rstrip("/") + "/cluster")
     if json:
         sys.stdout.write(text.rstrip("\n") + "\n")
         return

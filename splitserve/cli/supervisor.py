@@ -122,7 +122,7 @@ class Supervisor:
 
     def _raise_if_hopeless(self, child: Child, status: int, num_failures: int) -> None:
         name = child.spec.name
-        last_line = child.last_lines[-1] if child.last_lines else "it wrote nothing"
+        last_line = children.last_words(child.last_lines)
         if status == EXIT_CONFIG:
             raise InvalidRequest(f"{name} cannot start: {last_line}")
         if not self._was_ready and num_failures >= self._policy.give_up_after:

@@ -70,7 +70,7 @@ class UpConfig:
     "Router's port for workers; 0 picks a free one."
     dtype: Literal["auto", "bfloat16", "float32"] | None = None
     "auto: bfloat16 where the processor has bfloat16 units, else float32."
-    device: str | None = None
+    device: Literal["auto", "cpu"] | None = None
     "auto or cpu."
     block_size: Positive | None = None
     "Tokens in one KV block."
