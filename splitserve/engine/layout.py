@@ -41,10 +41,6 @@ class KVLayout:
     def block_nbytes(self) -> int:
         return self.block_size * self.token_nbytes
 
-    def tokens_nbytes(self, num_tokens: int) -> int:
-        """Bytes of the blocks that hold `num_tokens` tokens: whole blocks, as they are stored and sent."""
-        return self.blocks_for(num_tokens) * self.block_nbytes
-
     def blocks_for(self, num_tokens: int) -> int:
         """Number of blocks that `num_tokens` tokens occupy, the partial last one included."""
         return -(-num_tokens // self.block_size)

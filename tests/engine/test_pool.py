@@ -19,7 +19,6 @@ def test_sizes_disagree_with_the_tensor() -> None:
         assert pool.view(4).nbytes == layout.block_nbytes
         assert layout.token_nbytes * layout.block_size == layout.block_nbytes
     assert [LAYOUT.blocks_for(count) for count in (0, 1, 4, 5, 8)] == [0, 1, 1, 2, 2]
-    assert LAYOUT.tokens_nbytes(5) == 2 * LAYOUT.block_nbytes
 
 
 @pytest.mark.parametrize("field", ["num_layers", "num_kv_heads", "head_dim", "block_size"])
