@@ -115,11 +115,13 @@ class Membership:
             capacities = [worker.identity for worker in self.of_role(role)]
             return max((max_prompt_tokens(c.num_blocks, c.block_size, c.max_model_len) for c in capacities), default=0)
 
+        # A sequence may have to be computed anew by a prefill worker at any length, so the shorter role counts.
+        contexts = [max(w.identity.max_model_len for w in self.of_role(role)) for role in Role if self.of_role(role)]
         return ClusterLimits(
             ready=self.is_ready,
             max_prompt_tokens_prefill=roomiest(Role.PREFILL),
             max_prompt_tokens_decode=roomiest(Role.DECODE),
-            max_model_len=max((worker.identity.max_model_len for worker in self), default=0),
+            max_model_len=min(contexts, default=0),
         )
 
     def kv_cache_usage(self) -> float:

@@ -74,8 +74,11 @@ def run_engine(make_engine: Callable[[EngineContext], RoleEngine], role: str) ->
         return 1
     threading.Thread(target=_read_commands, args=(link, inbox), name="front-reader", daemon=True).start()
     try:
+        clock = StepClock(arguments.clock_fd)
+        # Before anyone is told: from then on the front misses an engine that shows no sign of life.
+        clock.beat()
         link.send(ready_report(context))
-        EngineLoop(make_engine(context), context.publish, inbox, StepClock(arguments.clock_fd)).run()
+        EngineLoop(make_engine(context), context.publish, inbox, clock).run()
     except OSError as error:
         log.error("the front is gone", error=str(error))
         return 1

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +22,6 @@ def watched(pair: Cluster) -> Iterator[Process]:
     """One more decode worker, which gives its engine a second."""
     process = pair.add("decode", stall_timeout="1s")
     pair.wait_ready(3)
-    time.sleep(0.5)  # an idle engine gives its first sign of life within 0.2 s
     yield process
     if process.popen.poll() is None:
         process.kill()
