@@ -175,8 +175,11 @@ class Cluster:
             workers = self.state()["workers"]
             prefills = [w for w in workers if w["role"] == "prefill"]
             decodes = {w["id"] for w in workers if w["role"] == "decode"}
+            # One that was just killed may still be listed.
+            alive = {worker.pid for worker in self.workers if worker.popen.poll() is None}
             linked = all({i for i, link in w["links"].items() if link["reachable"]} >= decodes for w in prefills)
-            return len(workers) == num_workers and linked and bool(prefills) and bool(decodes)
+            present = len(workers) == num_workers and all(worker["pid"] in alive for worker in workers)
+            return present and linked and bool(prefills) and bool(decodes)
 
         wait_for(f"{num_workers} linked workers", is_ready)
 
