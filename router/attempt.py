@@ -281,6 +281,5 @@ class Attempt:
             (self.prefill, self._is_finished or self._decode_spoke),
         ):
             if not is_over and not worker.is_lost:
-                with contextlib.suppress(RuntimeError):
-                    worker.channel.release(self.attempt_id, reason)
+                worker.channel.release(self.attempt_id, reason)
             worker.forget(self.attempt_id)

@@ -72,19 +72,17 @@ class ClusterDispatcher:
         Nobody passes a request that only waits for room; one that no worker here could ever hold is passed.
         """
         for waiting in self.queue.in_order():
-            placement = self._place(waiting.demand)
+            prefills, decodes = self._views()
+            placement = place(waiting.demand, prefills, decodes, self._config.routing, self._turn)
             if placement is not None:
                 self.queue.remove(waiting)
                 waiting.grant(self._grant(waiting.demand, placement))
-            elif self.could_place(waiting.demand):
+            elif could_place(waiting.demand, prefills, decodes):
                 return
 
     def could_place(self, demand: Demand) -> bool:
         """Whether some pair that is here would have room for the request if it were idle."""
         return could_place(demand, *self._views())
-
-    def _place(self, demand: Demand) -> Placement | None:
-        return place(demand, *self._views(), self._config.routing, self._turn)
 
     def _views(self) -> tuple[list[PrefillView], list[DecodeView]]:
         prefills = [worker.prefill_view() for worker in self._membership.candidates(Role.PREFILL)]

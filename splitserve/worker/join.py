@@ -12,6 +12,7 @@ import grpc.aio
 import structlog
 
 from splitserve.service.lifecycle import first_of
+from splitserve.service.limits import GRPC_MESSAGE_OPTIONS
 from splitserve.v1 import cluster_pb2 as pb
 from splitserve.v1.cluster_pb2_grpc import ClusterServiceStub
 
@@ -21,8 +22,7 @@ _RESOLVE_INTERVAL_S = 2.0
 _RETRY_PAUSE_S = 1.0
 _WELCOME_TIMEOUT_S = 5.0
 _CHANNEL_OPTIONS = [
-    ("grpc.max_receive_message_length", 64 << 20),
-    ("grpc.max_send_message_length", 64 << 20),
+    *GRPC_MESSAGE_OPTIONS,
     ("grpc.initial_reconnect_backoff_ms", 500),
     ("grpc.max_reconnect_backoff_ms", 2000),
     # One connection per stream: routers behind one name must not share a channel of the pool.
