@@ -65,10 +65,7 @@ class RequestFlow:
         self._config = config
         self._metrics = metrics
         self._arrival = arrival
-        loop = asyncio.get_running_loop()
-        self._clock: Callable[[], float] = loop.time
-        own_limit = loop.time() + config.request_timeout
-        self._deadline = own_limit if request.deadline is None else min(own_limit, request.deadline)
+        self._clock: Callable[[], float] = asyncio.get_running_loop().time
         self._outputs: dict[int, list[int]] = {index: [] for index in range(request.sampling.n)}
         self._failures = 0
         self._deaths = 0
@@ -213,7 +210,7 @@ class RequestFlow:
         return waiting
 
     def _seconds_left(self) -> float:
-        return max(self._deadline - self._clock(), 0.0)
+        return max(self._request.deadline - self._clock(), 0.0)
 
     def _let_go(self, reason: str) -> None:
         if self._waiting is not None:

@@ -40,7 +40,7 @@ class GenerationRequest:
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     priority: int
-    deadline: float | None
+    deadline: float
     traceparent: str
 
 

@@ -61,7 +61,7 @@ class RequestValidator:
         return min(self._model.max_model_len, joined) if joined > 0 else self._model.max_model_len
 
     async def validate(
-        self, message: pb.GenerateRequest, *, deadline: float | None = None, traceparent: str = ""
+        self, message: pb.GenerateRequest, *, deadline: float, traceparent: str = ""
     ) -> GenerationRequest:
         """Raises InvalidRequest (with `field`), NotFound or Overloaded; then nothing was started for the request."""
         if len(message.request_id) > MAX_REQUEST_ID_CHARS:

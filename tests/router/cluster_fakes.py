@@ -154,7 +154,7 @@ class Router:
     def leave(self, fake: FakeWorker, reason: str = "killed") -> None:
         self.membership.remove(fake.worker, reason)
 
-    def submit(self, num_prompt: int = 10, deadline_s: float | None = None, **sampling: Any) -> RequestFlow:
+    def submit(self, num_prompt: int = 10, deadline_s: float = 600.0, **sampling: Any) -> RequestFlow:
         return self.dispatcher.submit(request(num_prompt, deadline_s, **sampling))
 
     def assert_idle(self) -> None:
@@ -166,9 +166,7 @@ class Router:
             assert not fake.worker.promises
 
 
-def request(
-    num_prompt: int = 10, deadline_s: float | None = None, priority: int = 0, **sampling: Any
-) -> GenerationRequest:
+def request(num_prompt: int = 10, deadline_s: float = 600.0, priority: int = 0, **sampling: Any) -> GenerationRequest:
     values: dict[str, Any] = {
         "temperature": 0.0,
         "top_p": 1.0,
@@ -182,7 +180,7 @@ def request(
         "ignore_eos": False,
         "n": 1,
     }
-    deadline = None if deadline_s is None else asyncio.get_running_loop().time() + deadline_s
+    deadline = asyncio.get_running_loop().time() + deadline_s
     return GenerationRequest(
         "client", "tiny", tuple(range(num_prompt)), Sampling(**(values | sampling)), priority, deadline, ""
     )

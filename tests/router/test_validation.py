@@ -166,7 +166,7 @@ async def validated(edge_model: dict[str, Any] | None = None, **request: Any) ->
     model = model_description(**(edge_model or {}))
     validator = RequestValidator(model, ByteTokenizer(), lambda: NO_LIMITS)
     try:
-        return await validator.validate(request_of(**request))
+        return await validator.validate(request_of(**request), deadline=600.0)
     finally:
         validator.close()
 
