@@ -292,6 +292,7 @@ class DecodeEngine(EngineBase):
             num_running=len(self._running),
             num_waiting=self._num_reserved,
             waiting_tokens=0,
+            tokens_ahead=0,
         )
 
     def check(self) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from kvtransfer import events
 from kvtransfer.ticket import Ticket
-from prefill_worker.scheduler import Chunk, PromptView, plan_step
+from prefill_worker.scheduler import Chunk, PromptView, plan_step, tokens_ahead
 from splitserve.engine.batch import Segment
 from splitserve.engine.block_keys import block_keys
 from splitserve.engine.sampler import SamplingParams
@@ -59,6 +59,7 @@ class PrefillEngine(EngineBase):
         super().__init__(context)
         self._attempts: dict[str, PrefillAttempt] = {}
         self._by_transfer: dict[str, PrefillAttempt] = {}
+        self._threshold = context.config.long_prefill_threshold
 
     # Commands and events
 
@@ -162,10 +163,12 @@ class PrefillEngine(EngineBase):
         return any(attempt.is_computing for attempt in self._attempts.values())
 
     def step(self) -> bool:
-        prompts = [
-            PromptView(a.attempt, len(a.token_ids), a.num_computed) for a in self._attempts.values() if a.is_computing
-        ]
-        chunks = plan_step(prompts, self._context.config.max_num_batched_tokens)
+        chunks = plan_step(
+            self._prompts(),
+            token_budget=self._context.config.max_num_batched_tokens,
+            threshold=self._threshold,
+            block_size=self._layout.block_size,
+        )
         logits = self._runner.run([self._segment(chunk) for chunk in chunks])
         finished = []
         for chunk in chunks:
@@ -177,6 +180,12 @@ class PrefillEngine(EngineBase):
                 finished.append(attempt)
         self._draw_first_tokens(finished, logits)
         return True
+
+    def _prompts(self) -> list[PromptView]:
+        """What is left to compute, in order of arrival."""
+        return [
+            PromptView(a.attempt, len(a.token_ids), a.num_computed) for a in self._attempts.values() if a.is_computing
+        ]
 
     def _draw_first_tokens(self, finished: list[PrefillAttempt], logits: torch.Tensor) -> None:
         """`logits` has one row per finished attempt; all samples of an attempt draw from the same one."""
@@ -223,13 +232,14 @@ class PrefillEngine(EngineBase):
         self._agent.finish(attempt.ticket.transfer_id, keys, encode_finish(tokens))
 
     def load(self) -> messages.Load:
-        computing = [a for a in self._attempts.values() if a.is_computing]
+        prompts = self._prompts()
         return load_report(
             self._allocator.counts,
             self._agent.stats(),
-            num_running=sum(a.num_computed > 0 for a in computing),
-            num_waiting=sum(a.num_computed == 0 for a in computing),
-            waiting_tokens=sum(len(a.token_ids) - a.num_computed for a in computing),
+            num_running=sum(prompt.num_computed > 0 for prompt in prompts),
+            num_waiting=sum(prompt.num_computed == 0 for prompt in prompts),
+            waiting_tokens=sum(prompt.num_left for prompt in prompts),
+            tokens_ahead=tokens_ahead(prompts, self._threshold),
         )
 
     def check(self) -> None:

@@ -1,4 +1,8 @@
-"""Which prompt tokens the next prefill step computes: a pure decision over plain data."""
+"""Which prompt tokens the next prefill step computes: a pure decision over plain data.
+
+A prompt with more than the *threshold* left to compute is long. While others wait it gets no more than a share of each
+step, so it cannot starve them; the oldest long one always gets that share, so they cannot starve it either.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +16,10 @@ class PromptView:
     num_tokens: int
     num_computed: int
 
+    @property
+    def num_left(self) -> int:
+        return self.num_tokens - self.num_computed
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -22,13 +30,47 @@ class Chunk:
     length: int
 
 
-def plan_step(prompts: Sequence[PromptView], token_budget: int) -> list[Chunk]:
-    """Fills one step of at most `token_budget` tokens in order of arrival; several prompts may share it."""
-    chunks = []
-    for prompt in prompts:
-        if token_budget == 0:
-            break
-        length = min(prompt.num_tokens - prompt.num_computed, token_budget)
-        chunks.append(Chunk(prompt.attempt, prompt.num_computed, length))
-        token_budget -= length
-    return chunks
+def tokens_ahead(prompts: Sequence[PromptView], threshold: int) -> int:
+    """What a short prompt that comes now has to wait for: all of the short ones and one share of each long one."""
+    return sum(min(prompt.num_left, threshold) for prompt in prompts)
+
+
+def plan_step(prompts: Sequence[PromptView], *, token_budget: int, threshold: int, block_size: int) -> list[Chunk]:
+    """Fills one step of at most `token_budget` tokens from `prompts`, each with tokens left, in order of arrival.
+
+    The step is full whenever that many tokens wait. The oldest long prompt is sure of `threshold` tokens. All else goes
+    by size, then arrival, where sizes within a factor of two are equals and so are all short prompts; one that does not
+    fit into what is left is passed by those that do. With `threshold` at most half of the budget, the oldest short
+    prompt always fits. So whatever comes later, a short prompt ends within as many steps as there are prompts up to it,
+    and any prompt within the sum of ceil(num_left / threshold) over the prompts up to it.
+    """
+    assured = next((prompt for prompt in prompts if prompt.num_left > threshold), None)
+    left = token_budget - (threshold if assured else 0)
+    chunks: dict[str, Chunk] = {}
+    passed = []
+    for prompt in sorted(prompts, key=lambda prompt: _size_class(prompt.num_left, threshold)):
+        room = left + (threshold if prompt is assured else 0)
+        if prompt.num_left <= room:
+            chunks[prompt.attempt] = Chunk(prompt.attempt, prompt.num_computed, prompt.num_left)
+            left = room - prompt.num_left
+        else:
+            passed.append(prompt)
+    for index, prompt in enumerate(passed):
+        room = left + (threshold if prompt is assured else 0)
+        length = room
+        if prompt is not assured and index + 1 < len(passed):
+            # Whole blocks leave at once; what follows can use the tokens as well.
+            length = _cut_to_block(prompt.num_computed, room, block_size)
+        if length > 0:
+            chunks[prompt.attempt] = Chunk(prompt.attempt, prompt.num_computed, length)
+        left = room - length
+    return [chunks[prompt.attempt] for prompt in prompts if prompt.attempt in chunks]
+
+
+def _size_class(num_left: int, threshold: int) -> int:
+    """0 for short prompts, then one class for each doubling."""
+    return ((num_left - 1) // threshold).bit_length()
+
+
+def _cut_to_block(start: int, length: int, block_size: int) -> int:
+    return max((start + length) // block_size * block_size - start, 0)

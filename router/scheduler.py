@@ -25,13 +25,19 @@ class DecodeView:
 
 @dataclass(frozen=True, slots=True)
 class PrefillView:
-    """A prefill worker likewise. `waiting_tokens` are handed over and not yet computed."""
+    """A prefill worker likewise. `waiting_tokens` are handed over and not yet computed.
+
+    A prompt with more than `long_threshold` tokens left is long: while others wait it gets that many tokens of a step.
+    `tokens_ahead` counts it with these alone, because a short prompt waits for no more.
+    """
 
     worker: str
     available_blocks: int
     total_blocks: int
     block_size: int
     waiting_tokens: int
+    tokens_ahead: int
+    long_threshold: int
     max_waiting_tokens: int
     max_model_len: int
     reachable: frozenset[str]
@@ -74,10 +80,17 @@ def can_decode(view: DecodeView, demand: Demand) -> bool:
 
 
 def can_prefill(view: PrefillView, num_tokens: int) -> bool:
-    """Blocks for the whole prompt, and a queue short enough that waiting here beats waiting at the router."""
-    fits = blocks_for(num_tokens, view.block_size) <= view.available_blocks and num_tokens < view.max_model_len
-    idle = view.waiting_tokens == 0
-    return fits and (idle or view.waiting_tokens + num_tokens <= view.max_waiting_tokens)
+    """Blocks for the whole prompt, and a queue short enough that waiting here beats waiting at the router.
+
+    A long prompt fills the queue for other long ones only: short ones get a part of every step beside it.
+    """
+    if blocks_for(num_tokens, view.block_size) > view.available_blocks or num_tokens >= view.max_model_len:
+        return False
+    if view.waiting_tokens == 0 or view.waiting_tokens + num_tokens <= view.max_waiting_tokens:
+        return True
+    has_long, is_long = view.waiting_tokens > view.tokens_ahead, num_tokens > view.long_threshold
+    ahead = view.tokens_ahead + min(num_tokens, view.long_threshold)
+    return not (has_long and is_long) and ahead <= view.max_waiting_tokens
 
 
 def could_place(demand: Demand, prefills: Sequence[PrefillView], decodes: Sequence[DecodeView]) -> bool:

@@ -43,6 +43,7 @@ def to_identity(hello: pb.Hello) -> Identity:
         block_size=capacity.block_size,
         max_num_seqs=capacity.max_num_seqs,
         max_num_batched_tokens=capacity.max_num_batched_tokens,
+        long_prefill_threshold=capacity.long_prefill_threshold,
         max_model_len=capacity.max_model_len,
         host_id=hello.host_id,
         pid=hello.pid,
@@ -64,6 +65,7 @@ def to_load(load: pb.Load) -> LoadReport:
         num_running=load.num_running,
         num_waiting=load.num_waiting,
         waiting_tokens=load.waiting_tokens,
+        tokens_ahead=load.tokens_ahead,
         kv_bytes_sent=load.kv_bytes_sent,
         kv_bytes_received=load.kv_bytes_received,
     )

@@ -117,6 +117,7 @@ class Identity:
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    long_prefill_threshold: int
     max_model_len: int
     host_id: str
     pid: int
@@ -139,6 +140,7 @@ class LoadReport:
     num_running: int = 0
     num_waiting: int = 0
     waiting_tokens: int = 0
+    tokens_ahead: int = 0
     kv_bytes_sent: int = 0
     kv_bytes_received: int = 0
 
@@ -237,12 +239,15 @@ class Worker:
         )
 
     def prefill_view(self) -> PrefillView:
+        threshold = self.identity.long_prefill_threshold
         return PrefillView(
             worker=self.worker_id,
             available_blocks=self._available_blocks(),
             total_blocks=self.identity.num_blocks,
             block_size=self.identity.block_size,
             waiting_tokens=self.load.waiting_tokens + sum(p.num_tokens for p in self.promises.values()),
+            tokens_ahead=self.load.tokens_ahead + sum(min(p.num_tokens, threshold) for p in self.promises.values()),
+            long_threshold=threshold,
             # One step under way and one to go on with: more would wait here where no dead client is noticed.
             max_waiting_tokens=2 * self.identity.max_num_batched_tokens,
             max_model_len=self.identity.max_model_len,

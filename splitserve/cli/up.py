@@ -32,6 +32,7 @@ _WORKER_FLAGS = (
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "long_prefill_token_threshold",
     "kv_cache_memory",
     "kv_transport",
     "threads",
@@ -80,6 +81,8 @@ class UpConfig:
     "Sequences that run at once on a worker."
     max_num_batched_tokens: Positive | None = None
     "Tokens that one step computes at most."
+    long_prefill_token_threshold: Positive | None = None
+    "A longer prompt gets this many tokens of a step while others wait; default, and at most: half of the step."
     kv_cache_memory: Size | None = None
     "Size of each worker's KV pool, such as 2GiB."
     kv_transport: Literal["auto", "zmq"] | None = None

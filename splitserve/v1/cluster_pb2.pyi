@@ -300,6 +300,7 @@ class Capacity(_message.Message):
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
+    LONG_PREFILL_THRESHOLD_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
     block_size: _builtins.int
     max_num_seqs: _builtins.int
@@ -307,6 +308,8 @@ class Capacity(_message.Message):
     max_num_batched_tokens: _builtins.int
     """Tokens that one step may compute."""
     max_model_len: _builtins.int
+    long_prefill_threshold: _builtins.int
+    """A prompt with more tokens left than this is long: while others wait it gets this many tokens of a step."""
     def __init__(
         self,
         *,
@@ -315,10 +318,11 @@ class Capacity(_message.Message):
         max_num_seqs: _builtins.int = ...,
         max_num_batched_tokens: _builtins.int = ...,
         max_model_len: _builtins.int = ...,
+        long_prefill_threshold: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "long_prefill_threshold", b"long_prefill_threshold", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -372,6 +376,7 @@ class Load(_message.Message):
     WAITING_TOKENS_FIELD_NUMBER: _builtins.int
     KV_BYTES_SENT_FIELD_NUMBER: _builtins.int
     KV_BYTES_RECEIVED_FIELD_NUMBER: _builtins.int
+    TOKENS_AHEAD_FIELD_NUMBER: _builtins.int
     engine_steps: _builtins.int
     step_age_s: _builtins.float
     """How long the running step has been running; 0 when idle."""
@@ -386,6 +391,8 @@ class Load(_message.Message):
     kv_bytes_sent: _builtins.int
     """Bytes of KV blocks that left and arrived since the start."""
     kv_bytes_received: _builtins.int
+    tokens_ahead: _builtins.int
+    """Of waiting_tokens, those that a short prompt which comes now would wait for: a long one counts with its threshold."""
     def __init__(
         self,
         *,
@@ -400,10 +407,11 @@ class Load(_message.Message):
         waiting_tokens: _builtins.int = ...,
         kv_bytes_sent: _builtins.int = ...,
         kv_bytes_received: _builtins.int = ...,
+        tokens_ahead: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_in_use", b"blocks_in_use", "blocks_reserved", b"blocks_reserved", "engine_steps", b"engine_steps", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "num_running", b"num_running", "num_waiting", b"num_waiting", "step_age_s", b"step_age_s", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_in_use", b"blocks_in_use", "blocks_reserved", b"blocks_reserved", "engine_steps", b"engine_steps", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "num_running", b"num_running", "num_waiting", b"num_waiting", "step_age_s", b"step_age_s", "tokens_ahead", b"tokens_ahead", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

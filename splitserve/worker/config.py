@@ -31,6 +31,8 @@ class WorkerConfig:
     "Sequences that run, or are reserved, at once."
     max_num_batched_tokens: Positive = 512
     "Tokens that one step computes at most."
+    long_prefill_token_threshold: Positive | None = None
+    "A longer prompt gets this many tokens of a step while others wait; default, and at most: half of the step."
     kv_cache_memory: Size = 1 << 30
     "Size of the KV pool, such as 2GiB."
     threads: Positive = 1
@@ -59,3 +61,9 @@ class WorkerConfig:
     "Faults to inject into KV transfers; testing only."
     parent_fd: int | None = None
     "The worker ends when this inherited descriptor reaches its end."
+
+    @property
+    def long_prefill_threshold(self) -> int:
+        """What `long_prefill_token_threshold` comes to. Never more than half a step: the rest is for short prompts."""
+        half = max(self.max_num_batched_tokens // 2, 1)
+        return min(self.long_prefill_token_threshold or half, half)

@@ -98,6 +98,7 @@ def ready_report(context: EngineContext) -> messages.Ready:
         block_nbytes=runner.layout.block_nbytes,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        long_prefill_threshold=config.long_prefill_threshold,
         max_model_len=context.max_model_len,
         kv_endpoint=context.agent.endpoint,
         device=_DEVICES[config.device],

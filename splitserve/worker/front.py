@@ -135,7 +135,7 @@ class Front:
         return ready
 
     async def _serve(self, ready: messages.Ready, stop: StopRequest) -> None:
-        self._load = messages.Load(ready.num_blocks, 0, 0, 0, 0, 0, 0, 0, 0)
+        self._load = messages.Load(ready.num_blocks, 0, 0, 0, 0, 0, 0, 0, 0, 0)
         hello = translate.hello_message(
             ready, worker_id=self._worker_id, role=self._role.proto, host_id=_host_id(), pid=os.getpid()
         )

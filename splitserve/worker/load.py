@@ -6,7 +6,13 @@ from splitserve.worker import messages
 
 
 def load_report(
-    blocks: BlockCounts, transfers: KVStats, *, num_running: int, num_waiting: int, waiting_tokens: int
+    blocks: BlockCounts,
+    transfers: KVStats,
+    *,
+    num_running: int,
+    num_waiting: int,
+    waiting_tokens: int,
+    tokens_ahead: int,
 ) -> messages.Load:
     return messages.Load(
         blocks_free=blocks.free,
@@ -16,6 +22,7 @@ def load_report(
         num_running=num_running,
         num_waiting=num_waiting,
         waiting_tokens=waiting_tokens,
+        tokens_ahead=tokens_ahead,
         kv_bytes_sent=transfers.bytes_sent,
         kv_bytes_received=transfers.bytes_received,
     )

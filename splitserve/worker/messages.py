@@ -137,6 +137,7 @@ class Ready(Message, frozen=True):
     block_nbytes: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    long_prefill_threshold: int
     max_model_len: int
     kv_endpoint: KVEndpoint
     device: str
@@ -208,6 +209,7 @@ class Load(Message, frozen=True):
     num_running: int
     num_waiting: int
     waiting_tokens: int
+    tokens_ahead: int
     kv_bytes_sent: int
     kv_bytes_received: int
 

@@ -122,6 +122,7 @@ def load_message(load: messages.Load, signs: Signs) -> pb.WorkerMessage:
             num_running=load.num_running,
             num_waiting=load.num_waiting,
             waiting_tokens=load.waiting_tokens,
+            tokens_ahead=load.tokens_ahead,
             kv_bytes_sent=load.kv_bytes_sent,
             kv_bytes_received=load.kv_bytes_received,
         )
@@ -155,6 +156,7 @@ def hello_message(
                 block_size=ready.block_size,
                 max_num_seqs=ready.max_num_seqs,
                 max_num_batched_tokens=ready.max_num_batched_tokens,
+                long_prefill_threshold=ready.long_prefill_threshold,
                 max_model_len=ready.max_model_len,
             ),
             host_id=host_id,

@@ -125,6 +125,7 @@ class Router:
             "block_size": 16,
             "max_num_seqs": 8,
             "max_num_batched_tokens": 64,
+            "long_prefill_threshold": 32,
             "max_model_len": 1024,
             "host_id": "h",
             "pid": 1,

@@ -93,14 +93,17 @@ async def test_promise_is_kept_after_the_worker_has_answered() -> None:
 async def test_views_leave_out_a_promise() -> None:
     router = Router()
     (prefill,), (decode,) = router.pairs()
-    prefill.worker.load = LoadReport(blocks_free=50, blocks_cached=10, blocks_in_use=40, waiting_tokens=7)
+    prefill.worker.load = LoadReport(
+        blocks_free=50, blocks_cached=10, blocks_in_use=40, waiting_tokens=57, tokens_ahead=7
+    )
     decode.worker.load = LoadReport(blocks_free=50, blocks_cached=10, blocks_in_use=40, num_running=2, num_waiting=1)
     async with running(router, 20, 40):
         sources, sinks = prefill.worker.prefill_view(), decode.worker.decode_view()
-        assert (sources.available_blocks, sources.waiting_tokens) == (60 - 2 - 3, 7 + 20 + 40)
+        assert (sources.available_blocks, sources.waiting_tokens) == (60 - 2 - 3, 57 + 20 + 40)
+        assert sources.tokens_ahead == 7 + 20 + 32
         assert (sinks.available_blocks, sinks.free_seqs) == (60 - 2 - 3, 8 - 3 - 2)
     sources, sinks = prefill.worker.prefill_view(), decode.worker.decode_view()
-    assert (sources.available_blocks, sources.waiting_tokens) == (60, 7)
+    assert (sources.available_blocks, sources.waiting_tokens, sources.tokens_ahead) == (60, 57, 7)
     assert (sinks.available_blocks, sinks.free_seqs) == (60, 5)
 
 

@@ -29,6 +29,8 @@ P0 = PrefillView(
     total_blocks=10,
     block_size=B,
     waiting_tokens=0,
+    tokens_ahead=0,
+    long_threshold=25,
     max_waiting_tokens=100,
     max_model_len=1000,
     reachable=frozenset({"d0", "d1"}),
@@ -76,10 +78,20 @@ def test_decode_worker_without_room_is_chosen(change: dict[str, int], demand: De
         ({"available_blocks": 2}, 2 * B, True),  # prefill keeps no slot for a decoded token
         ({"available_blocks": 2}, 2 * B + 1, False),
         ({"available_blocks": -1}, 1, False),
-        ({"waiting_tokens": 80}, 20, True),
-        ({"waiting_tokens": 81}, 20, False),
+        ({"waiting_tokens": 80, "tokens_ahead": 80}, 20, True),
+        ({"waiting_tokens": 81, "tokens_ahead": 81}, 20, False),
         ({"waiting_tokens": 0, "max_waiting_tokens": 10}, 20, True),  # an idle one takes any prompt that it can hold
-        ({"waiting_tokens": 1, "max_waiting_tokens": 10}, 20, False),
+        ({"waiting_tokens": 1, "tokens_ahead": 1, "max_waiting_tokens": 10}, 20, False),
+        # C47: a giant prompt counts with its share for a short one, and a giant one counts so among short ones.
+        ({"waiting_tokens": 5000, "tokens_ahead": 80}, 20, True),
+        ({"waiting_tokens": 5000, "tokens_ahead": 81}, 20, False),
+        ({"waiting_tokens": 75, "tokens_ahead": 75}, 150, True),
+        ({"waiting_tokens": 76, "tokens_ahead": 76}, 150, False),
+        # Two long ones wait here at once only if the queue holds both whole.
+        ({"waiting_tokens": 60, "tokens_ahead": 25}, 40, True),
+        ({"waiting_tokens": 61, "tokens_ahead": 25}, 40, False),
+        ({"waiting_tokens": 5000, "tokens_ahead": 25}, 26, False),
+        ({"waiting_tokens": 5000, "tokens_ahead": 25}, 25, True),
         ({"max_model_len": 21}, 20, True),
         ({"max_model_len": 20}, 20, False),
     ],

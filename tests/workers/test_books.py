@@ -224,7 +224,7 @@ class FakeEngine:
         return True
 
     def load(self) -> messages.Load:
-        return messages.Load(0, 0, 0, 0, 0, 0, 0, 0, 0)
+        return messages.Load(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 
     def check(self) -> None:
         self.calls.append("check")

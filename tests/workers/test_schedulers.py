@@ -147,39 +147,110 @@ def test_some_pool_makes_decode_lose_or_overdraw(pool: PoolState) -> None:
         assert len(step.grow) >= min(pool.available, len(needy) - len(set(step.preempt) & needy))
 
 
+# Prefill: steps of 64 tokens, more than 32 left is long, blocks of 16.
+
+
+def prefill_plan(prompts: list[PromptView], *, budget: int = 64, threshold: int = 32) -> list[Chunk]:
+    return prefill.plan_step(prompts, token_budget=budget, threshold=threshold, block_size=16)
+
+
 @pytest.mark.parametrize(
-    ("prompts", "budget", "chunks"),
+    ("prompts", "chunks"),
     [
-        ([], 8, []),
-        ([PromptView("a", 5, 0)], 8, [Chunk("a", 0, 5)]),
-        ([PromptView("a", 20, 0)], 8, [Chunk("a", 0, 8)]),
-        ([PromptView("a", 20, 16)], 8, [Chunk("a", 16, 4)]),
-        ([PromptView("a", 5, 2), PromptView("b", 9, 0)], 8, [Chunk("a", 2, 3), Chunk("b", 0, 5)]),
-        ([PromptView("a", 8, 0), PromptView("b", 1, 0)], 8, [Chunk("a", 0, 8)]),
-        ([PromptView("a", 1, 0), PromptView("b", 1, 0), PromptView("c", 9, 1)], 3, [
-            Chunk("a", 0, 1), Chunk("b", 0, 1), Chunk("c", 1, 1)
-        ]),
+        ([], []),
+        ([PromptView("a", 5, 0)], [Chunk("a", 0, 5)]),
+        ([PromptView("a", 64, 0)], [Chunk("a", 0, 64)]),
+        ([PromptView("a", 65, 0)], [Chunk("a", 0, 64)]),
+        ([PromptView("a", 200, 190)], [Chunk("a", 190, 10)]),
+        ([PromptView("a", 20, 5), PromptView("b", 30, 0), PromptView("c", 40, 20)],
+         [Chunk("a", 5, 15), Chunk("b", 0, 30), Chunk("c", 20, 19)]),
     ],
 )  # fmt: skip
-def test_step_passes_its_budget_or_changes_the_order(
-    prompts: list[PromptView], budget: int, chunks: list[Chunk]
+def test_step_passes_its_budget_or_changes_the_order(prompts: list[PromptView], chunks: list[Chunk]) -> None:
+    assert prefill_plan(prompts) == chunks
+
+
+GIANT = PromptView("giant", 1000, 160)
+
+
+def test_giant_prompt_takes_the_whole_step() -> None:
+    """C47: its share while others wait, before or after it; all of the step that nobody else can use."""
+    others = [PromptView(f"s{i}", 16, 0) for i in range(4)]
+    both = [Chunk("s0", 0, 16), Chunk("s1", 0, 16)]
+    assert prefill_plan([GIANT, *others]) == [Chunk("giant", 160, 32), *both]
+    assert prefill_plan([*others, GIANT]) == [*both, Chunk("giant", 160, 32)]
+    assert prefill_plan([GIANT, others[0]]) == [Chunk("giant", 160, 48), both[0]]
+    assert prefill_plan([GIANT]) == [Chunk("giant", 160, 64)]
+
+
+def test_share_of_a_giant_prompt_is_given_away() -> None:
+    """However many short ones wait, and whichever other long ones would be done sooner."""
+    crowd = [PromptView(f"s{i}", 32, 0) for i in range(20)]
+    assert prefill_plan([*crowd, GIANT]) == [Chunk("s0", 0, 32), Chunk("giant", 160, 32)]
+    assert prefill_plan([GIANT, PromptView("less", 40, 0)]) == [Chunk("giant", 160, 32), Chunk("less", 0, 32)]
+
+
+def test_second_giant_prompt_slows_the_first_one_down() -> None:
+    """Equals, within a factor of two, go in order of arrival; one that is much shorter goes beside the first."""
+    assert prefill_plan([GIANT, PromptView("second", 600, 0)]) == [Chunk("giant", 160, 64)]
+    assert prefill_plan([GIANT, PromptView("second", 100, 0)]) == [Chunk("giant", 160, 32), Chunk("second", 0, 32)]
+    # The last tokens of the first leave room for the second.
+    assert prefill_plan([PromptView("a", 1000, 980), GIANT]) == [Chunk("a", 980, 20), Chunk("giant", 160, 44)]
+
+
+def test_prompt_that_does_not_fit_stops_those_behind_it() -> None:
+    """What is left goes to whom it is enough for, and only the rest to the one that was passed; it is first next
+    time."""
+    queue = [PromptView("a", 30, 0), PromptView("b", 30, 0), PromptView("c", 30, 0), PromptView("d", 3, 0)]
+    assert prefill_plan(queue) == [Chunk("a", 0, 30), Chunk("b", 0, 30), Chunk("c", 0, 1), Chunk("d", 0, 3)]
+    assert prefill_plan([PromptView("c", 30, 1), PromptView("e", 32, 0), PromptView("f", 30, 0)])[0] == Chunk(
+        "c", 1, 29
+    )
+
+
+def test_chunk_ends_within_a_block_although_another_can_use_the_tokens() -> None:
+    """A block leaves when it is whole."""
+    queue = [PromptView("a", 10, 0), PromptView("b", 30, 0), GIANT]
+    assert prefill_plan(queue) == [Chunk("a", 0, 10), Chunk("b", 0, 16), Chunk("giant", 160, 38)]
+    # Less than what is missing from its block: nothing of it.
+    assert prefill_plan([PromptView("a", 25, 0), PromptView("b", 30, 2), GIANT]) == [
+        Chunk("a", 0, 25), Chunk("giant", 160, 39)
+    ]  # fmt: skip
+    # Nobody else: to the last token.
+    assert prefill_plan([PromptView("a", 30, 0), PromptView("b", 30, 0), PromptView("c", 30, 0)])[2].length == 4
+
+
+def test_giant_prompt_is_counted_as_what_short_ones_wait_for() -> None:
+    assert prefill.tokens_ahead([], 32) == 0
+    assert prefill.tokens_ahead([GIANT, PromptView("a", 40, 10), PromptView("b", 33, 0)], 32) == 32 + 30 + 32
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> list[PromptView]:
+    """Any mixture of short and long, begun and not."""
+    sizes = draw(
+        st.lists(st.tuples(st.one_of(st.integers(1, 20), st.integers(1, 400)), st.integers(0, 50)), max_size=9)
+    )
+    return [PromptView(str(index), left + done, done) for index, (left, done) in enumerate(sizes)]
+
+
+@given(prompts(), st.integers(1, 70), st.integers(1, 40), st.sampled_from([1, 4, 16]))
+def test_some_step_is_not_full_or_too_full(
+    waiting: list[PromptView], budget: int, threshold: int, block_size: int
 ) -> None:
-    assert prefill.plan_step(prompts, budget) == chunks
-
-
-@given(st.lists(st.integers(1, 40), max_size=6), st.integers(1, 16))
-def test_some_prompt_is_computed_twice_or_never(lengths: list[int], budget: int) -> None:
-    """Step after step until nothing is left: every token exactly once, in order."""
-    done = dict.fromkeys(range(len(lengths)), 0)
-    for _ in range(sum(lengths)):
-        prompts = [PromptView(str(i), lengths[i], done[i]) for i in done if done[i] < lengths[i]]
-        if not prompts:
-            break
-        chunks = prefill.plan_step(prompts, budget)
-        assert 1 <= sum(chunk.length for chunk in chunks) <= budget
-        for chunk in chunks:
-            index = int(chunk.attempt)
-            assert chunk.start == done[index]
-            assert chunk.length >= 1
-            done[index] += chunk.length
-    assert list(done.values()) == lengths
+    """One contiguous chunk per prompt, in order of arrival; every token of the budget that somebody waits for."""
+    threshold = min(threshold, max(budget // 2, 1))
+    step = prefill.plan_step(waiting, token_budget=budget, threshold=threshold, block_size=block_size)
+    views = {prompt.attempt: prompt for prompt in waiting}
+    assert sum(chunk.length for chunk in step) == min(budget, sum(prompt.num_left for prompt in waiting))
+    assert [chunk.attempt for chunk in step] == [p.attempt for p in waiting if p.attempt in {c.attempt for c in step}]
+    for chunk in step:
+        assert chunk.start == views[chunk.attempt].num_computed
+        assert 1 <= chunk.length <= views[chunk.attempt].num_left
+    assert step == prefill.plan_step(waiting, token_budget=budget, threshold=threshold, block_size=block_size)
+    lengths = {chunk.attempt: chunk.length for chunk in step}
+    if long := [prompt for prompt in waiting if prompt.num_left > threshold]:
+        assert lengths[long[0].attempt] >= threshold
+    short = [prompt for prompt in waiting if prompt.num_left <= threshold]
+    if short and budget > 1:
+        assert lengths[short[0].attempt] == short[0].num_left
