@@ -156,11 +156,7 @@ def _placements(config: UpConfig) -> tuple[list[Placement], list[Placement]]:
 
 def locate_once(config: UpConfig) -> Model:
     """Fetches and converts once, with a bar to watch, before several processes would all want to."""
-    missing = [name for name in _SERVING_MODULES if find_spec(name) is None]
-    if missing:
-        raise Unavailable(
-            f"this installation cannot serve: no {missing[0]}. Install it with: pip install 'splitserve[serve]'"
-        )
+    require_serving()
     from splitserve.models.locate import locate_model
     from splitserve.models.progress import progress_bar
 
@@ -173,6 +169,15 @@ def locate_once(config: UpConfig) -> Model:
             allow_pickle=config.allow_pickle,
         )
     return Model(directory=description.directory, served_name=config.served_model_name or description.name)
+
+
+def require_serving() -> None:
+    """Raises Unavailable where only the client is installed."""
+    missing = [name for name in _SERVING_MODULES if find_spec(name) is None]
+    if missing:
+        raise Unavailable(
+            f"this installation cannot serve: no {missing[0]}. Install it with: pip install 'splitserve[serve]'"
+        )
 
 
 def _specs(

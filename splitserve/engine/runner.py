@@ -46,6 +46,11 @@ class ModelRunner:
         self._device = pool.tensor.device
         self._layers = list(range(pool.layout.num_layers))
 
+    @property
+    def model(self) -> Any:
+        """transformers' model, for those who measure it; only `run` may call it."""
+        return self._model
+
     @torch.inference_mode()
     def run(self, segments: Sequence[Segment]) -> torch.Tensor:
         """Computes all segments in one forward without padding and writes their K and V into the pool.

@@ -1,0 +1,105 @@
+"""`splitserve bench engine`: each step beside its floor, and where the rest goes.
+
+From what was asked for to a report. The command line calls it; nothing outlives the call.
+"""
+
+import resource
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import psutil
+import torch
+
+from splitserve.bench.report import Report, make_report
+from splitserve.bench.steps import EngineRow, StepBench
+from splitserve.bench.timing import Stopwatch
+from splitserve.bench.workload import BLOCK_SIZE, Case, choose_cases, fill_with_noise
+from splitserve.engine.layout import KVLayout
+from splitserve.engine.loading import load_runner, resolve_dtype
+from splitserve.engine.runner import ModelRunner
+from splitserve.models.description import ModelDescription
+from splitserve.models.locate import locate_model
+from splitserve.models.progress import progress_bar
+from splitserve.service.errors import InvalidRequest
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """As the command line has them; `chunk` is how many tokens of a prompt one forward computes."""
+
+    model: str | None
+    revision: str | None
+    dtype: str
+    device: str
+    threads: int
+    decode: str | None
+    prefill: str | None
+    chunk: int
+    clock: Literal["wall", "cpu"]
+    is_quick: bool
+
+
+def run_engine_bench(settings: EngineSettings, say: Say) -> tuple[Report, list[EngineRow]]:
+    """Raises InvalidRequest for what cannot be measured here; `say` is told what goes on."""
+    if settings.clock == "cpu" and (settings.threads > 1 or settings.device != "cpu"):
+        raise InvalidRequest("--clock cpu adds up all threads' time: it is for one thread on the cpu", field="clock")
+    with progress_bar() as progress:
+        description = locate_model(settings.model, revision=settings.revision, progress=progress)
+    torch.set_num_threads(settings.threads)
+    cases = choose_cases(settings.decode, settings.prefill, description.max_model_len)
+    try:
+        runner = _load(settings, description, cases, say)
+    except ValueError as error:
+        raise InvalidRequest(str(error)) from error
+    device = runner.pool.tensor.device
+    stopwatch = Stopwatch(device, is_cpu_time=settings.clock == "cpu")
+    steps = StepBench(runner, description.directory, stopwatch, chunk=settings.chunk, is_quick=settings.is_quick)
+    say(f"measuring for about {max(1, round(steps.expected_minutes(cases)))} min")
+    rows = []
+    for number, case in enumerate(cases, 1):
+        row = steps.run(case)
+        rows.append(row)
+        say(f"{number} of {len(cases)}: {case}: {row.step_ms.min:.1f} ms, {row.ratio:.2f} times its floor")
+    args = asdict(settings) | {
+        "model": description.name,
+        "dtype": runner.layout.dtype,
+        "recompute_exact": runner.recompute_exact,
+        "peak_memory_gib": round(_peak_memory() / 2**30, 2),
+    }
+    return make_report("engine", args, [asdict(row) for row in rows], device=device), rows
+
+
+def _load(settings: EngineSettings, description: ModelDescription, cases: Sequence[Case], say: Say) -> ModelRunner:
+    dtype = resolve_dtype(settings.dtype, settings.device)
+    layout = KVLayout(description.num_layers, description.num_kv_heads, description.head_dim, BLOCK_SIZE, dtype)
+    # Every sequence of the largest case has blocks of its own: shared ones would stay in a cache.
+    pool_nbytes = max(case.batch * layout.blocks_for(case.context) for case in cases) * layout.block_nbytes
+    _require_memory(pool_nbytes)
+    say(f"{description.name}, {dtype}; the KV pool of the largest case takes {pool_nbytes / 2**30:.2f} GiB")
+    runner = load_runner(
+        description.directory,
+        dtype=dtype,
+        device=settings.device,
+        block_size=BLOCK_SIZE,
+        kv_cache_bytes=pool_nbytes,
+        progress=say,
+    )
+    fill_with_noise(runner)
+    return runner
+
+
+def _require_memory(pool_nbytes: int) -> None:
+    available = psutil.virtual_memory().available
+    if pool_nbytes > available:
+        raise InvalidRequest(
+            f"the largest case needs {pool_nbytes / 2**30:.1f} GiB of KV, {available / 2**30:.1f} GiB are free: "
+            "--decode and --prefill choose smaller ones"
+        )
+
+
+def _peak_memory() -> int:
+    """The most bytes that this process has held in memory."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,78 @@
+"""What every benchmark leaves behind: what was measured, on which machine, with which arguments, row by row."""
+
+import dataclasses
+import datetime
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+# The processor's units that decide how fast a matmul can be.
+_UNITS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "sve", "bf16", "i8mm")
+
+
+@dataclass(frozen=True)
+class Report:
+    """`rows` hold plain values only: the JSON file is exactly this."""
+
+    bench: str
+    version: str
+    date: str  # ISO 8601, UTC
+    machine: Mapping[str, Any]
+    args: Mapping[str, Any]
+    rows: Sequence[Mapping[str, Any]]
+
+    def save(self, path: Path) -> None:
+        """Raises OSError where the file cannot be written."""
+        path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
+
+
+def make_report(
+    bench: str, args: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], *, device: torch.device
+) -> Report:
+    return Report(
+        bench=bench,
+        version=version("splitserve"),
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        machine=describe_machine(device),
+        args=args,
+        rows=rows,
+    )
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """What a reader has to know before comparing with another machine; `load_average` tells how quiet it was."""
+    model, flags = _processor()
+    machine: dict[str, Any] = {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "flags": [unit for unit in _UNITS if unit in flags],
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "load_average": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "threads": torch.get_num_threads(),
+        "device": str(device),
+    }
+    if device.type == "cuda":
+        machine["gpu"] = torch.cuda.get_device_name(device)
+        machine["cuda"] = torch.version.cuda
+    return machine
+
+
+def _processor() -> tuple[str, frozenset[str]]:
+    """Name and flags as the kernel has them; where it names no processor, the architecture."""
+    found: dict[str, str] = {}
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        key, _, value = line.partition(":")
+        found.setdefault(key.strip().lower(), value.strip())
+    flags = found.get("flags") or found.get("features") or ""
+    return found.get("model name") or platform.machine(), frozenset(flags.split())

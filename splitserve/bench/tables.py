@@ -1,0 +1,65 @@
+"""Reports as tables for a terminal. Pure functions; the command line prints what they return."""
+
+from collections.abc import Mapping, Sequence
+
+from rich.table import Table
+
+from splitserve.bench.parts import PARTS
+from splitserve.bench.steps import EngineRow
+
+
+def engine_tables(rows: Sequence[EngineRow]) -> list[Table]:
+    """Steps beside their floors, then where the steps' time goes."""
+    return [_floors(rows), _parts(rows)]
+
+
+def _floors(rows: Sequence[EngineRow]) -> Table:
+    table = _table("step and floor in ms, the least of all rounds")
+    for heading in ("case", "step", "median", "floor", "linear", "KV/attn", "ratio", "tokens/s"):
+        _column(table, heading)
+    for row in rows:
+        linear, other = row.floor_parts_ms.values()
+        times = (row.step_ms.min, row.step_ms.median, row.floor_ms.min, linear.min, other.min)
+        table.add_row(row.case, *(f"{ms:.1f}" for ms in times), f"{row.ratio:.2f}", f"{row.tokens_per_s:.0f}")
+    return table
+
+
+def _parts(rows: Sequence[EngineRow]) -> Table:
+    table = _table("where a step goes, in ms, one instrumented run; and choosing its tokens")
+    for heading in ("case", *PARTS, "greedy", "top_p"):
+        _column(table, heading)
+    for row in rows:
+        parts = [f"{row.parts_ms[part]:.1f}" for part in PARTS]
+        table.add_row(row.case, *parts, *(f"{span.min:.1f}" for span in row.sampler_ms.values()))
+    return table
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=None, pad_edge=False)
+
+
+def _column(table: Table, heading: str) -> None:
+    table.add_column(heading, justify="left" if heading == "case" else "right", no_wrap=True)
+
+
+def rates(rows: Sequence[EngineRow]) -> list[str]:
+    """What the floors were made of, in a sentence each."""
+    reads = [row.read_gb_s for row in rows if row.read_gb_s is not None]
+    best = max((row for row in rows if row.matmul_gflop_s is not None), key=_rate, default=None)
+    lines = []
+    if reads:
+        lines.append(f"KV bytes are counted at the bandwidth of reading, {min(reads):.1f} to {max(reads):.1f} GB/s.")
+    if best is not None:
+        lines.append(f"Attention is counted at {_rate(best):.0f} GFLOP/s, the best batched matmul ({best.matmul}).")
+    return lines
+
+
+def _rate(row: EngineRow) -> float:
+    return row.matmul_gflop_s or 0.0
+
+
+def machine_line(machine: Mapping[str, object]) -> str:
+    flags = " ".join(map(str, machine["flags"])) if isinstance(machine["flags"], list) else ""
+    where = machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores ({flags})"
+    threads = f"{machine['threads']} threads" if machine["threads"] != 1 else "1 thread"
+    return f"{where}; torch {machine['torch']}, {threads}, load {machine['load_average']}"

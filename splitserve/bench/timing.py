@@ -1,0 +1,67 @@
+"""How long things take: several tasks in turns, so that a noisy machine disturbs all of them alike.
+
+Called by every benchmark; keeps no state.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+Task = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Milliseconds over all rounds. The least is what the machine can do, the median what it did."""
+
+    min: float
+    median: float
+
+    def __add__(self, other: "Span") -> "Span":
+        return Span(self.min + other.min, self.median + other.median)
+
+    def scaled(self, factor: float) -> "Span":
+        return Span(self.min * factor, self.median * factor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounds:
+    """How often to measure: at least and at most so many rounds, and in between for `seconds`."""
+
+    at_least: int
+    at_most: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Stopwatch:
+    """Times what runs on `device`: by the wall, or by the processor's own account, which leaves out other programs."""
+
+    device: torch.device
+    is_cpu_time: bool = False
+
+    def milliseconds(self, task: Task) -> float:
+        """One run of `task`, until the device has finished it."""
+        started = self.now_ms()
+        task()
+        return self.now_ms() - started
+
+    def now_ms(self) -> float:
+        """Once the device has finished what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return (time.process_time() if self.is_cpu_time else time.perf_counter()) * 1e3
+
+
+def measure(tasks: Mapping[str, Task], watch: Stopwatch, rounds: Rounds) -> tuple[int, dict[str, Span]]:
+    """Runs every task once per round, in order; returns the number of rounds and each task's times."""
+    times: dict[str, list[float]] = {name: [] for name in tasks}
+    done, started = 0, time.perf_counter()
+    while done < rounds.at_least or (done < rounds.at_most and time.perf_counter() - started < rounds.seconds):
+        for name, task in tasks.items():
+            times[name].append(watch.milliseconds(task))
+        done += 1
+    return done, {name: Span(min(values), statistics.median(values)) for name, values in times.items()}

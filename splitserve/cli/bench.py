@@ -1,0 +1,114 @@
+"""`splitserve bench`: measurements. Loads torch only when one is started."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from cyclopts import App, Parameter
+from rich.console import Console
+
+from splitserve.cli.up import require_serving
+from splitserve.service.config import Positive
+from splitserve.service.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from splitserve.bench.report import Report
+
+app = App(
+    name="bench",
+    help="Measure this machine and this installation.",
+    default_parameter=Parameter(negative=""),
+    result_action="return_value",
+)
+
+# What is measured goes to stdout, what happens meanwhile to stderr.
+_MESSAGES = Console(stderr=True, markup=False, highlight=False)
+_RESULTS = Console(markup=False, highlight=False)
+
+
+@app.command
+def engine(
+    *,
+    model: str | None = None,
+    revision: str | None = None,
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto",
+    device: str = "cpu",
+    threads: Positive = 1,
+    decode: str | None = None,
+    prefill: str | None = None,
+    max_num_batched_tokens: Positive = 512,
+    clock: Literal["wall", "cpu"] = "wall",
+    quick: bool = False,
+    output: Path | None = None,
+) -> None:
+    """Measure the engine's steps beside their floors, and where the rest of the time goes.
+
+    The floor is what this machine cannot beat, measured in the same run, in turns with the steps: the model's linear
+    layers alone with prepacked weights; for decode, plus the bytes of the KV cache at the bandwidth of reading memory;
+    for prefill, plus attention's useful operations at the rate of a batched matmul. Sampling is no part of a step.
+
+    Columns: step, floor and the floor's two parts in milliseconds, step / floor, tokens per second; then one step's
+    time by part. docs/benchmarks.md explains them. Measure on a machine that does nothing else.
+
+    Parameters
+    ----------
+    model
+        Hugging Face repo id, local directory, or GGUF file; default: SmolLM2-135M-Instruct.
+    revision
+        Branch, tag or commit of a Hugging Face repo.
+    dtype
+        auto: bfloat16 where the device has bfloat16 units, else float32.
+    device
+        auto, cpu, cuda or cuda:N.
+    threads
+        Threads that a step, and every floor, computes with.
+    decode
+        Sequences x context, such as 1x128,8x1024; "" for none. Default: 1, 8, 32 x 128, 1024, 4096, as far as the
+        model's context goes.
+    prefill
+        Lengths of prompts in tokens, such as 256,2048; "" for none. Default: 256, 2048, 8000, as far as it goes.
+    max_num_batched_tokens
+        Tokens of a prompt that one forward computes, as on a prefill worker.
+    clock
+        wall: as time passes. cpu: by the processor's account, which leaves out what other programs take; 1 thread only.
+    quick
+        Two rounds of everything: a try-out, whose figures mean little.
+    output
+        Write the report to this file, as JSON.
+    """
+    require_serving()
+    from splitserve.bench import engine as bench
+    from splitserve.bench import tables
+
+    _require_writable(output)
+    settings = bench.EngineSettings(
+        model=model,
+        revision=revision,
+        dtype=dtype,
+        device=device,
+        threads=threads,
+        decode=decode,
+        prefill=prefill,
+        chunk=max_num_batched_tokens,
+        clock=clock,
+        is_quick=quick,
+    )
+    report, rows = bench.run_engine_bench(settings, _MESSAGES.print)
+    for result in (tables.machine_line(report.machine), *tables.engine_tables(rows), *tables.rates(rows)):
+        _RESULTS.print(result, soft_wrap=isinstance(result, str))
+    _save(report, output)
+
+
+def _require_writable(output: Path | None) -> None:
+    """Before minutes of measuring."""
+    if output is not None and not output.absolute().parent.is_dir():
+        raise InvalidRequest(f"--output {output}: there is no directory {output.absolute().parent}", field="output")
+
+
+def _save(report: "Report", output: Path | None) -> None:
+    if output is None:
+        return
+    try:
+        report.save(output)
+    except OSError as error:
+        raise InvalidRequest(f"--output {output}: {error}", field="output") from error
+    _MESSAGES.print(f"written to {output}")
