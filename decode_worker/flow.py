@@ -23,7 +23,7 @@ from splitserve.worker.engine_setup import EngineContext
 from splitserve.worker.load import load_report
 from splitserve.worker.payload import decode_finish
 from splitserve.worker.role import EngineBase
-from splitserve.worker.sampling import Draw, draw_tokens, samples_problem, sampling_params
+from splitserve.worker.sampling import Draw, draw_tokens, sampling_params, start_problem
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
@@ -66,7 +66,7 @@ class DecodeEngine(EngineBase):
         if command.attempt in self._reservations or self._sequences_of(command.attempt):
             return
         samples = command.start.samples
-        if problem := samples_problem(samples):
+        if problem := start_problem(command.start, self._runner.vocab_size):
             self._refuse(command, Reason.INVALID, problem)
             return
         token_ids = command.start.prompt_ids + samples[0].output_ids
@@ -236,7 +236,7 @@ class DecodeEngine(EngineBase):
         logits = self._runner.run(
             [Segment([s.token_ids[-1]], len(s.token_ids) - 1, s.blocks, wants_logits=True) for s in batch]
         )
-        draws = [Draw(s.params, s.sample, s.num_prompt, s.num_outputs) for s in batch]
+        draws = [Draw(s.params, s.sample, s.history) for s in batch]
         tokens = draw_tokens(logits, draws, self._eos_token_ids, self._max_len)
         for sequence, token in zip(batch, tokens, strict=True):
             if token is None and sequence.key in self._running:

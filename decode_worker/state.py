@@ -3,7 +3,8 @@
 import enum
 from dataclasses import dataclass, field
 
-from splitserve.engine.sampler import SamplingParams
+from splitserve.engine.history import TokenHistory
+from splitserve.engine.sampling_params import SamplingParams
 from splitserve.worker import messages
 
 
@@ -41,7 +42,8 @@ class Reservation:
 
 @dataclass(slots=True)
 class Sequence:
-    """A running sample. `token_ids` is prompt + outputs; the last one's KV is not in the pool yet."""
+    """A running sample. `token_ids` is prompt + outputs; the last one's KV is not in the pool yet. `history` is the
+    sampler's view of them."""
 
     attempt: str
     session: int
@@ -51,11 +53,11 @@ class Sequence:
     token_ids: list[int]
     blocks: list[int]
     traceparent: str
+    history: TokenHistory = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.history = TokenHistory(self.token_ids, self.num_prompt)
 
     @property
     def key(self) -> str:
         return f"{self.attempt}/{self.sample}"
-
-    @property
-    def num_outputs(self) -> int:
-        return len(self.token_ids) - self.num_prompt

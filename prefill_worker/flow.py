@@ -7,26 +7,29 @@ here, refusal apart, therefore leads through the transfer's terminal event.
 
 import time
 from dataclasses import dataclass, field
-from itertools import chain
 
 import structlog
 import torch
 
 from kvtransfer import events
 from kvtransfer.ticket import Ticket
+from prefill_worker.prompt_logprobs import limit_scored, score_chunk
 from prefill_worker.scheduler import Chunk, PromptView, plan_step, tokens_ahead
 from splitserve.engine.batch import Segment
 from splitserve.engine.block_keys import block_keys
-from splitserve.engine.sampler import SamplingParams
+from splitserve.engine.history import TokenHistory
+from splitserve.engine.sampling_params import SamplingParams
 from splitserve.service.reasons import Reason
 from splitserve.worker import messages
 from splitserve.worker.engine_setup import EngineContext
 from splitserve.worker.load import load_report
 from splitserve.worker.payload import encode_finish
 from splitserve.worker.role import EngineBase
-from splitserve.worker.sampling import Draw, draw_tokens, samples_problem, sampling_params
+from splitserve.worker.sampling import Draw, draw_tokens, sampling_params, start_problem
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+
+NOT_FINITE = "the model's logits are not finite"
 
 
 @dataclass(slots=True)
@@ -42,6 +45,8 @@ class PrefillAttempt:
     token_ids: list[int]
     blocks: list[int]
     deadline: float
+    num_prompt_logprobs: int | None = None
+    "Likeliest tokens to tell with each prompt token; None: the prompt's logprobs are not wanted."
     num_computed: int = 0
     num_sent: int = 0
     released: bool = field(default=False)
@@ -86,7 +91,7 @@ class PrefillEngine(EngineBase):
         if command.attempt in self._attempts:
             return
         samples = command.start.samples
-        if problem := samples_problem(samples) or self._out_of_vocabulary(command.start):
+        if problem := start_problem(command.start, self._runner.vocab_size):
             self._refuse(command, Reason.INVALID, problem)
             return
         token_ids = command.start.prompt_ids + samples[0].output_ids
@@ -108,6 +113,7 @@ class PrefillEngine(EngineBase):
             token_ids=token_ids,
             blocks=blocks,
             deadline=time.monotonic() + command.timeout_s,
+            num_prompt_logprobs=command.start.limits.prompt_logprobs,
             num_sent=command.ticket.num_cached_blocks,
         )
         self._attempts[attempt.attempt] = attempt
@@ -116,12 +122,6 @@ class PrefillEngine(EngineBase):
         # Before the answer, so that a router never sees the answer without the room that it took.
         self._publish(self.load())
         self._publish(messages.Accepted(session=command.session, attempt=command.attempt))
-
-    def _out_of_vocabulary(self, start: messages.Start) -> str | None:
-        """The router checks this too; here it would cost every request on this worker."""
-        worst = max(chain(start.prompt_ids, *(sample.output_ids for sample in start.samples)), default=0)
-        size = self._runner.vocab_size
-        return f"token id {worst} is not in a vocabulary of {size}" if worst >= size else None
 
     def _release(self, attempt: PrefillAttempt | None, reason: str) -> None:
         if attempt is not None and not attempt.released:
@@ -169,16 +169,13 @@ class PrefillEngine(EngineBase):
             threshold=self._threshold,
             block_size=self._layout.block_size,
         )
-        logits = self._runner.run([self._segment(chunk) for chunk in chunks])
-        finished = []
-        for chunk in chunks:
-            attempt = self._attempts[chunk.attempt]
-            attempt.num_computed += chunk.length
-            if attempt.is_computing:
-                self._push_blocks(attempt, attempt.num_computed // self._layout.block_size)
-            else:
-                finished.append(attempt)
-        self._draw_first_tokens(finished, logits)
+        scored = frozenset(a.attempt for a in self._attempts.values() if a.num_prompt_logprobs is not None)
+        chunks = limit_scored(chunks, scored)
+        segments = [self._segment(chunk) for chunk in chunks]
+        logits = self._runner.run(segments)
+        # One part of the rows per chunk, which is empty for most.
+        for chunk, rows in zip(chunks, torch.split(logits, [segment.num_logits for segment in segments]), strict=True):
+            self._computed(self._attempts[chunk.attempt], chunk, rows)
         return True
 
     def _prompts(self) -> list[PromptView]:
@@ -187,17 +184,36 @@ class PrefillEngine(EngineBase):
             PromptView(a.attempt, len(a.token_ids), a.num_computed) for a in self._attempts.values() if a.is_computing
         ]
 
-    def _draw_first_tokens(self, finished: list[PrefillAttempt], logits: torch.Tensor) -> None:
-        """`logits` has one row per finished attempt; all samples of an attempt draw from the same one."""
-        for attempt, row in zip(finished, logits, strict=True):
-            draws = [Draw(attempt.params, s.index, attempt.num_prompt, len(s.output_ids)) for s in attempt.samples]
-            rows = row.expand(len(draws), -1)
-            tokens = draw_tokens(rows, draws, self._eos_token_ids, self._context.max_model_len)
-            drawn = [token for token in tokens if token is not None]
-            if len(drawn) == len(draws):
-                self._hand_off(attempt, drawn)
-            else:
-                self._end(attempt, Reason.INTERNAL, "the model's logits are not finite")
+    def _computed(self, attempt: PrefillAttempt, chunk: Chunk, logits: torch.Tensor) -> None:
+        attempt.num_computed += chunk.length
+        if attempt.num_prompt_logprobs is not None and not self._publish_prompt_logprobs(attempt, chunk, logits):
+            self._end(attempt, Reason.INTERNAL, NOT_FINITE)
+        elif attempt.is_computing:
+            self._push_blocks(attempt, attempt.num_computed // self._layout.block_size)
+        else:
+            self._draw_first_tokens(attempt, logits[-1])
+
+    def _publish_prompt_logprobs(self, attempt: PrefillAttempt, chunk: Chunk, logits: torch.Tensor) -> bool:
+        """False where the logits are not finite."""
+        assert attempt.num_prompt_logprobs is not None
+        prompt_ids = attempt.token_ids[: attempt.num_prompt]
+        scored = score_chunk(logits, prompt_ids, chunk.start, attempt.num_prompt_logprobs)
+        if scored:
+            start = chunk.start + 1 if chunk.start else 0
+            self._publish(messages.PromptLogprobs(attempt.session, attempt.attempt, start, scored))
+        return scored is not None
+
+    def _draw_first_tokens(self, attempt: PrefillAttempt, logits: torch.Tensor) -> None:
+        """All samples draw from the same row, that of the last token."""
+        history = TokenHistory(attempt.token_ids, attempt.num_prompt)
+        draws = [Draw(attempt.params, sample.index, history) for sample in attempt.samples]
+        rows = logits.expand(len(draws), -1)
+        tokens = draw_tokens(rows, draws, self._eos_token_ids, self._context.max_model_len)
+        drawn = [token for token in tokens if token is not None]
+        if len(drawn) == len(draws):
+            self._hand_off(attempt, drawn)
+        else:
+            self._end(attempt, Reason.INTERNAL, NOT_FINITE)
 
     def _segment(self, chunk: Chunk) -> Segment:
         attempt = self._attempts[chunk.attempt]
@@ -207,6 +223,7 @@ class PrefillEngine(EngineBase):
             start=chunk.start,
             block_table=attempt.blocks,
             wants_logits=end == len(attempt.token_ids),
+            wants_all_logits=attempt.num_prompt_logprobs is not None,
         )
 
     def _push_blocks(self, attempt: PrefillAttempt, upto: int) -> None:

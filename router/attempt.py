@@ -19,6 +19,7 @@ from router.worker import (
     AttemptEvent,
     Ended,
     FirstTokensArrived,
+    PromptLogprobsArrived,
     Refused,
     Reserved,
     Start,
@@ -83,6 +84,7 @@ class Attempt:
         self._mailbox: asyncio.Queue[AttemptEvent] = asyncio.Queue()
         self._is_handed_over = False
         self._has_first_token = False
+        self._num_unscored = 0
         self._decode_spoke = False
         self._is_finished = False
         self._is_closed = False
@@ -96,8 +98,10 @@ class Attempt:
         traceparent: str,
         seconds_left: Callable[[], float],
         another_prefill: Callable[["Attempt", set[str]], bool],
-    ) -> AsyncGenerator[TokenArrived, None]:
+    ) -> AsyncGenerator[TokenArrived | PromptLogprobsArrived, None]:
         """Runs the attempt; each position once and in order, until every sample has finished.
+
+        The prompt's logprobs, where `start` asks for them, come before any token.
 
         Raises AttemptLostError when the attempt is over early, TimeoutError when `seconds_left` (the request's own
         deadline) ran out. `another_prefill` moves the attempt to a prefill worker outside the given set, if one has
@@ -107,13 +111,19 @@ class Attempt:
         await self._hand_over(start, ticket, traceparent, seconds_left, another_prefill)
         orders = {index: TokenOrder(len(output)) for index, output in start.outputs.items()}
         unfinished = set(orders)
+        self._num_unscored = 0 if start.sampling.prompt_logprobs is None else len(start.prompt_ids)
+        held: list[TokenArrived] = []
         clock = asyncio.get_running_loop().time
         stage_began = clock()
         while unfinished:
             had_first, had_decode = self._has_first_token, self._decode_spoke
-            awaited = self.decode if had_first else self.prefill
-            limit = self._config.token_timeout if had_first else self._config.prefill_timeout
-            arrived = self._arrived(await self._next(awaited, limit, seconds_left))
+            awaited = self.decode if self._is_prefilled else self.prefill
+            limit = self._config.token_timeout if self._is_prefilled else self._config.prefill_timeout
+            event = await self._next(awaited, limit, seconds_left)
+            if isinstance(event, PromptLogprobsArrived):
+                self._num_unscored -= len(event.tokens)
+                yield event
+            held.extend(self._arrived(event))
             now = clock()
             if self._has_first_token and not had_first:
                 self._metrics.observe_stage(Stage.PREFILL, now - stage_began)
@@ -121,6 +131,9 @@ class Attempt:
             if self._decode_spoke and not had_decode:
                 self._metrics.observe_stage(Stage.HANDOFF, now - stage_began)
                 stage_began = now
+            if self._num_unscored > 0:  # decode, which repeats the first token, may overtake them
+                continue
+            arrived, held = held, []
             for token in arrived:
                 for ordered in orders[token.sample].take(token) if token.sample in orders else ():
                     if ordered.finish_reason is not None:
@@ -129,6 +142,11 @@ class Attempt:
                         if self._is_finished and self._decode_spoke:
                             self._metrics.observe_stage(Stage.DECODE, clock() - stage_began)
                     yield ordered
+
+    @property
+    def _is_prefilled(self) -> bool:
+        """The prefill worker has said all that this side needs from it."""
+        return self._has_first_token and self._num_unscored <= 0
 
     @property
     def _answer_timeout(self) -> float:
@@ -237,7 +255,7 @@ class Attempt:
         """Decode always; prefill until it has handed over. A prefill worker that was replaced never."""
         if worker == self.decode.worker_id:
             return True
-        return worker == self.prefill.worker_id and not self._has_first_token
+        return worker == self.prefill.worker_id and not self._is_prefilled
 
     def _worker(self, worker_id: str) -> Worker:
         return self.decode if worker_id == self.decode.worker_id else self.prefill

@@ -7,6 +7,7 @@ prompt and the outputs that the client already has. Runs in the task of the clie
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Protocol
 
 import structlog
@@ -15,9 +16,9 @@ from router.attempt import Attempt, AttemptLostError
 from router.config import RouterConfig
 from router.metrics import RouterMetrics, Stage
 from router.queue import Waiting
-from router.request import GenerationRequest, TokenEvent
+from router.request import Event, GenerationRequest, PromptLogprobs, TokenEvent, TokenLogprobs
 from router.scheduler import Demand
-from router.worker import Start, TokenArrived
+from router.worker import PromptLogprobsArrived, Start, TokenArrived
 from splitserve.service.errors import DeadlineExceeded, Internal, Unavailable
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
@@ -67,6 +68,7 @@ class RequestFlow:
         self._arrival = arrival
         self._clock: Callable[[], float] = asyncio.get_running_loop().time
         self._outputs: dict[int, list[int]] = {index: [] for index in range(request.sampling.n)}
+        self._num_scored = 0
         self._failures = 0
         self._deaths = 0
         self._avoid: set[str] = set()
@@ -78,7 +80,7 @@ class RequestFlow:
         self._attempt: Attempt | None = None
         self._tokens = self._run()
 
-    def __aiter__(self) -> AsyncIterator[TokenEvent]:
+    def __aiter__(self) -> AsyncIterator[Event]:
         return self._tokens
 
     async def aclose(self) -> None:
@@ -88,7 +90,7 @@ class RequestFlow:
 
     # The sequence of attempts
 
-    async def _run(self) -> AsyncGenerator[TokenEvent, None]:
+    async def _run(self) -> AsyncGenerator[Event, None]:
         # The first attempt serves all samples; a later one exactly one, because samples fail apart from each other.
         groups: list[tuple[int, ...]] = [tuple(self._outputs)]
         try:
@@ -96,12 +98,18 @@ class RequestFlow:
                 group = groups.pop(0)
                 unfinished = set(group)
                 try:
-                    async with aclosing(self._attempt_once(group)) as tokens:
-                        async for token in tokens:
+                    async with aclosing(self._attempt_once(group)) as arrived:
+                        async for token in arrived:
+                            if isinstance(token, PromptLogprobsArrived):
+                                if fresh := self._fresh_prompt_logprobs(token):
+                                    yield PromptLogprobs(fresh)
+                                continue
                             self._outputs[token.sample].append(token.token_id)
                             if token.finish_reason is not None:
                                 unfinished.discard(token.sample)
-                            yield TokenEvent(token.sample, token.position, token.token_id, token.finish_reason)
+                            yield TokenEvent(
+                                token.sample, token.position, token.token_id, token.finish_reason, token.logprobs
+                            )
                 except AttemptLostError as lost:
                     await self._judge(lost)
                     groups.extend((sample,) for sample in sorted(unfinished))
@@ -110,7 +118,9 @@ class RequestFlow:
         finally:
             self._let_go("the request has ended")
 
-    async def _attempt_once(self, samples: tuple[int, ...]) -> AsyncGenerator[TokenArrived, None]:
+    async def _attempt_once(
+        self, samples: tuple[int, ...]
+    ) -> AsyncGenerator[TokenArrived | PromptLogprobsArrived, None]:
         start = self._start(samples)
         waiting, self._waiting = self._waiting, None
         attempt = self._attempt = await self._granted(waiting or self._enqueue(start))
@@ -193,11 +203,17 @@ class RequestFlow:
     # Pieces
 
     def _start(self, samples: tuple[int, ...]) -> Start:
-        return Start(
-            prompt_ids=self._request.prompt_ids,
-            outputs={sample: tuple(self._outputs[sample]) for sample in samples},
-            sampling=self._request.sampling,
-        )
+        sampling, prompt_ids = self._request.sampling, self._request.prompt_ids
+        if self._num_scored == len(prompt_ids):  # the client has the prompt's logprobs: no attempt makes them again
+            sampling = replace(sampling, prompt_logprobs=None)
+        outputs = {sample: tuple(self._outputs[sample]) for sample in samples}
+        return Start(prompt_ids=prompt_ids, outputs=outputs, sampling=sampling)
+
+    def _fresh_prompt_logprobs(self, arrived: PromptLogprobsArrived) -> tuple[TokenLogprobs, ...]:
+        """Those that no earlier attempt has brought."""
+        fresh = arrived.tokens[max(self._num_scored - arrived.start, 0) :]
+        self._num_scored += len(fresh)
+        return fresh
 
     def _enqueue(self, start: Start) -> Waiting:
         waiting = Waiting(

@@ -14,8 +14,8 @@ from typing import Protocol
 class Sampling:
     """Every value is checked and resolved: nothing is optional and no default is left to a worker.
 
-    `temperature` 0 is greedy, `top_k` 0 is off. `max_tokens` is at least 1 and fits what the prompt leaves of the
-    context. `stop` is the router's business; the token ids are the workers'.
+    `temperature` 0 is greedy; `top_k` 0 and logprobs of None are off. `max_tokens` is at least 1 and fits what the
+    prompt leaves of the context. `stop` is the router's business; the token ids are the workers'.
     """
 
     temperature: float
@@ -29,6 +29,12 @@ class Sampling:
     stop_token_ids: tuple[int, ...]
     ignore_eos: bool
     n: int
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: tuple[tuple[int, float], ...]
+    logprobs: int | None
+    prompt_logprobs: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,15 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """A token's log-probability, None where nothing predicts it, and (id, logprob) of the likeliest tokens there."""
+
+    token_id: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TokenEvent:
     """One output token; `position` counts the sample's output over all attempts, from 0 and without gaps."""
 
@@ -57,10 +72,21 @@ class TokenEvent:
     position: int
     token_id: int
     finish_reason: FinishReason | None = None
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """The next tokens of the prompt, in order and each once; all of them come before the first output token."""
+
+    tokens: tuple[TokenLogprobs, ...]
+
+
+Event = TokenEvent | PromptLogprobs
 
 
 class Generation(Protocol):
-    """One admitted request's tokens. Ends after the event that carries a `finish_reason`, or raises SplitserveError."""
+    """One admitted request's events. Ends after the one that carries a `finish_reason`, or raises SplitserveError."""
 
     @property
     def attempts(self) -> int: ...
@@ -68,7 +94,7 @@ class Generation(Protocol):
     @property
     def cached_tokens(self) -> int: ...
 
-    def __aiter__(self) -> AsyncIterator[TokenEvent]: ...
+    def __aiter__(self) -> AsyncIterator[Event]: ...
 
     async def aclose(self) -> None:
         """Releases the workers at any stage; idempotent, and does not wait for them."""

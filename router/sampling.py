@@ -3,9 +3,8 @@
 `validation` calls `read_sampling` before it tokenizes, so that a bad value costs nothing, and `fit_to_context` after.
 """
 
-import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -20,22 +19,20 @@ GREEDY_TEMPERATURE = 1e-5
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
+# Outside of these a penalty only makes noise; far below them scores overflow.
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 10.0
+MAX_PENALTY = 2.0
+MAX_BIAS = 100.0
+MAX_BIASED_TOKENS = 1024
+MAX_LOGPROBS = 20
 # A drawn seed stays below 2^53, so that it survives a JSON client on its way back.
 DRAWN_SEED_BITS = 53
 
 MAX_TOKENS_TOO_LARGE = "MAX_TOKENS_TOO_LARGE"
 NOT_SUPPORTED = "NOT_SUPPORTED"
 
-PenaltyName = Literal["repetition_penalty", "presence_penalty", "frequency_penalty"]
+NumberName = Literal["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
 LogprobsName = Literal["logprobs", "prompt_logprobs"]
-NumberName = Literal["temperature", "top_p", "min_p"]
-
-_NEUTRAL_PENALTIES: dict[PenaltyName, float] = {
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
-_LOGPROBS: tuple[LogprobsName, ...] = ("logprobs", "prompt_logprobs")
 
 
 def read_sampling(params: pb.SamplingParams, model: ModelDescription, context_len: int) -> Sampling:
@@ -43,7 +40,6 @@ def read_sampling(params: pb.SamplingParams, model: ModelDescription, context_le
 
     Defaults are those of the OpenAI API, overlaid by the model's own. Raises InvalidRequest.
     """
-    _refuse_unsupported(params)
     if params.HasField("max_tokens") and params.max_tokens < 1:
         raise _out_of_range("max_tokens", params.max_tokens, "at least 1")
     if params.min_tokens < 0:
@@ -60,7 +56,13 @@ def read_sampling(params: pb.SamplingParams, model: ModelDescription, context_le
         stop=_stop_strings(params.stop),
         stop_token_ids=_stop_token_ids(params.stop_token_ids, model.vocab_size),
         ignore_eos=params.ignore_eos,
-        n=1,
+        n=_one_sample(params),
+        repetition_penalty=_number(params, "repetition_penalty", model.default_repetition_penalty, 1.0),
+        presence_penalty=_number(params, "presence_penalty", None, 0.0),
+        frequency_penalty=_number(params, "frequency_penalty", None, 0.0),
+        logit_bias=_logit_bias(params.logit_bias, model.vocab_size),
+        logprobs=_logprobs(params, "logprobs"),
+        prompt_logprobs=_logprobs(params, "prompt_logprobs"),
     )
 
 
@@ -83,22 +85,14 @@ def fit_to_context(sampling: Sampling, *, asked: bool, num_prompt_tokens: int, c
     return replace(sampling, max_tokens=max_tokens)
 
 
-def _refuse_unsupported(params: pb.SamplingParams) -> None:
+def _one_sample(params: pb.SamplingParams) -> int:
     if params.HasField("n") and params.n != 1:
         if params.n < 1:
             raise _out_of_range("n", params.n, "at least 1")
-        raise _not_supported("n", f"n is {params.n}; only 1 is supported yet")
-    for name, neutral in _NEUTRAL_PENALTIES.items():
-        value = getattr(params, name)
-        if params.HasField(name) and value != neutral:
-            if not math.isfinite(value):
-                raise _out_of_range(name, value, "a finite number")
-            raise _not_supported(name, f"{name} is {value}; it is not supported yet, only {neutral} (off) is")
-    for option in _LOGPROBS:
-        if params.HasField(option):
-            raise _not_supported(option, f"{option} is not supported yet")
-    if params.logit_bias:
-        raise _not_supported("logit_bias", "logit_bias is not supported yet")
+        raise InvalidRequest(
+            f"n is {params.n}; only 1 is supported yet", field="sampling_params.n", reason=NOT_SUPPORTED
+        )
+    return 1
 
 
 def _number(params: pb.SamplingParams, name: NumberName, model_default: float | None, default: float) -> float:
@@ -109,10 +103,43 @@ def _number(params: pb.SamplingParams, name: NumberName, model_default: float | 
         "temperature": (0 <= value <= MAX_TEMPERATURE, f"between 0 and {MAX_TEMPERATURE:g}"),
         "top_p": (0 < value <= 1, "above 0 and at most 1"),
         "min_p": (0 <= value <= 1, "between 0 and 1"),
+        "repetition_penalty": (
+            MIN_REPETITION_PENALTY <= value <= MAX_REPETITION_PENALTY,
+            f"between {MIN_REPETITION_PENALTY:g} and {MAX_REPETITION_PENALTY:g}",
+        ),
+        "presence_penalty": _within(value, MAX_PENALTY),
+        "frequency_penalty": _within(value, MAX_PENALTY),
     }[name]  # a NaN is in no range
     if not is_in_range:
         raise _out_of_range(name, value, allowed)
     return value
+
+
+def _within(value: float, bound: float) -> tuple[bool, str]:
+    return -bound <= value <= bound, f"between {-bound:g} and {bound:g}"
+
+
+def _logprobs(params: pb.SamplingParams, name: LogprobsName) -> int | None:
+    if not params.HasField(name):
+        return None
+    count: int = getattr(params, name)
+    if not 0 <= count <= MAX_LOGPROBS:
+        raise _out_of_range(name, count, f"between 0 and {MAX_LOGPROBS}")
+    return count
+
+
+def _logit_bias(bias: Mapping[int, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    if len(bias) > MAX_BIASED_TOKENS:
+        raise _invalid("logit_bias", f"logit_bias has {len(bias)} tokens; at most {MAX_BIASED_TOKENS} are allowed")
+    for token_id, value in bias.items():
+        if not 0 <= token_id < vocab_size:
+            raise _invalid(
+                "logit_bias", f"logit_bias names token {token_id}; the model's vocabulary is 0 to {vocab_size - 1}"
+            )
+        is_in_range, allowed = _within(value, MAX_BIAS)
+        if not is_in_range:
+            raise _invalid("logit_bias", f"logit_bias[{token_id}] is {value}; it must be {allowed}")
+    return tuple(sorted(bias.items()))
 
 
 def _top_k(params: pb.SamplingParams, model: ModelDescription) -> int:
@@ -151,7 +178,3 @@ def _invalid(name: str, message: str) -> InvalidRequest:
 
 def _out_of_range(name: str, value: float, allowed: str) -> InvalidRequest:
     return _invalid(name, f"{name} is {value}; it must be {allowed}")
-
-
-def _not_supported(name: str, message: str) -> InvalidRequest:
-    return InvalidRequest(message, field=f"sampling_params.{name}", reason=NOT_SUPPORTED)

@@ -14,7 +14,7 @@ import structlog
 
 from router.metrics import Outcome, RequestRecord, RouterMetrics
 from router.output import Finish, SampleOutput
-from router.request import ClusterLimits, Dispatcher, Generation, GenerationRequest
+from router.request import ClusterLimits, Dispatcher, Generation, GenerationRequest, PromptLogprobs, TokenLogprobs
 from router.text import Detokenizer
 from router.validation import RequestValidator
 from splitserve.models.description import ModelDescription
@@ -154,12 +154,17 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         outputs = [SampleOutput(self._detokenizer, request.sampling) for _ in range(request.sampling.n)]
         unfinished = set(range(len(outputs)))
         async for event in generation:
+            if isinstance(event, PromptLogprobs):
+                prompt = pb.GenerateChunk(prompt_logprobs=map(_token_logprobs, event.tokens))
+                await _write(context, pb.GenerateResponse(chunk=prompt, request_id=request.request_id))
+                continue
             if event.sample not in unfinished:
                 continue
             record.token(event.sample)
             output = outputs[event.sample]
             delta = output.take(event)
-            chunk = pb.GenerateChunk(text=delta.text, token_ids=[delta.token_id])
+            logprobs = [] if event.logprobs is None else [_token_logprobs(event.logprobs)]
+            chunk = pb.GenerateChunk(text=delta.text, token_ids=[delta.token_id], logprobs=logprobs)
             await _write(context, pb.GenerateResponse(chunk=chunk, request_id=request.request_id, index=event.sample))
             if delta.finish is None:
                 continue
@@ -171,6 +176,11 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             if not unfinished:
                 return delta.finish
         raise Internal("the output ended without a finish reason")
+
+
+def _token_logprobs(entry: TokenLogprobs) -> pb.TokenLogprobs:
+    top = [pb.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in entry.top]
+    return pb.TokenLogprobs(token_id=entry.token_id, logprob=entry.logprob, top=top)
 
 
 class _ClientGoneError(Exception):

@@ -1,6 +1,6 @@
 """Between the contract of `Join` (proto) and the router's plain data; only this module and `join` know both."""
 
-from router.request import FinishReason
+from router.request import FinishReason, TokenLogprobs
 from router.worker import (
     Accepted,
     AttemptEvent,
@@ -8,6 +8,7 @@ from router.worker import (
     FirstTokensArrived,
     Identity,
     LoadReport,
+    PromptLogprobsArrived,
     Refused,
     Reserved,
     Role,
@@ -78,6 +79,15 @@ def to_token(worker: Worker, token: pb.Token) -> TokenArrived:
         position=token.position,
         token_id=token.token_id,
         finish_reason=_FINISH_REASONS.get(token.finish_reason),
+        logprobs=_logprobs(token.logprobs) if token.HasField("logprobs") else None,
+    )
+
+
+def _logprobs(logprobs: pb.Logprobs) -> TokenLogprobs:
+    return TokenLogprobs(
+        token_id=logprobs.token_id,
+        logprob=logprobs.logprob if logprobs.HasField("logprob") else None,
+        top=tuple(zip(logprobs.top_ids, logprobs.top_logprobs, strict=False)),
     )
 
 
@@ -91,6 +101,9 @@ def to_event(worker: Worker, message: pb.WorkerMessage) -> tuple[str, AttemptEve
             refused = message.refused
             reason = REASON_FROM_PROTO.get(refused.reason, Reason.INTERNAL)
             return refused.attempt_id, Refused(worker.worker_id, reason, refused.message)
+        case "prompt_logprobs":
+            prompt = message.prompt_logprobs
+            return prompt.attempt_id, PromptLogprobsArrived(prompt.start, tuple(map(_logprobs, prompt.tokens)))
         case "first_tokens":
             first = message.first_tokens
             tokens = tuple(to_token(worker, token) for token in first.tokens)
@@ -125,5 +138,11 @@ def start_to_proto(start: Start) -> pb.SequenceStart:
             min_tokens=sampling.min_tokens,
             stop_token_ids=sampling.stop_token_ids,
             ignore_eos=sampling.ignore_eos,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            logit_bias=dict(sampling.logit_bias),
+            logprobs=sampling.logprobs,
+            prompt_logprobs=sampling.prompt_logprobs,
         ),
     )

@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from kvtransfer.ticket import Ticket
-from router.request import FinishReason, Sampling
+from router.request import FinishReason, Sampling, TokenLogprobs
 from router.scheduler import DecodeView, PrefillView
 from splitserve.service.reasons import Reason
 
@@ -62,6 +62,15 @@ class TokenArrived:
     position: int
     token_id: int
     finish_reason: FinishReason | None
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobsArrived:
+    """Of the prompt's tokens from position `start` on."""
+
+    start: int
+    tokens: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +92,9 @@ class WorkerLost:
     message: str
 
 
-AttemptEvent = Reserved | Accepted | Refused | FirstTokensArrived | TokenArrived | Ended | WorkerLost
+AttemptEvent = (
+    Reserved | Accepted | Refused | PromptLogprobsArrived | FirstTokensArrived | TokenArrived | Ended | WorkerLost
+)
 
 
 class Mailbox(Protocol):

@@ -18,7 +18,8 @@ from splitserve.bench.workload import Case, decode_segments, prefill_chunks
 from splitserve.engine.batch import Segment
 from splitserve.engine.pool import DTYPES
 from splitserve.engine.runner import ModelRunner
-from splitserve.engine.sampler import SampleRow, SamplingParams, sample
+from splitserve.engine.sampler import SampleRow, sample
+from splitserve.engine.sampling_params import SamplingParams
 
 _ROUNDS = {
     "decode": Rounds(at_least=5, at_most=50, seconds=5.0),

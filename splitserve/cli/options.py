@@ -33,10 +33,18 @@ class Sampling:
     "Choose among this many likeliest tokens; 0 is off."
     min_p: float | None = None
     "Leave out tokens below this share of the likeliest one's probability."
+    repetition_penalty: float | None = None
+    "Above 1: tokens of prompt and answer become less likely."
+    presence_penalty: float | None = None
+    "Above 0: tokens that the answer has become less likely."
+    frequency_penalty: float | None = None
+    "Above 0: tokens become less likely each time the answer has them."
     min_tokens: int | None = None
     "Do not end before this many tokens."
     stop: list[str] | None = None
     "End at this text; repeatable."
+    stop_token_ids: list[int] | None = None
+    "End at this token; repeatable."
     ignore_eos: bool = False
     "Go on past the model's own end."
     seed: int | None = None

@@ -1,8 +1,8 @@
 """Folds the messages of one answer into chunks and, at its end, a Generation. No I/O; a stream of a client owns one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from splitserve.client.types import Chunk, Generation
+from splitserve.client.types import Chunk, Generation, TokenLogprobs
 from splitserve.service.errors import Cancelled, Internal, SplitserveError
 from splitserve.v1 import inference_pb2
 
@@ -19,6 +19,8 @@ class Fold:
     def __init__(self) -> None:
         self._text: list[str] = []
         self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs] = []
         self._complete: inference_pb2.GenerateComplete | None = None
         self._request_id = ""
         self._outcome: Generation | SplitserveError | None = None
@@ -33,9 +35,16 @@ class Fold:
         if response.WhichOneof("response") == "complete":
             self._complete = response.complete
         elif response.WhichOneof("response") == "chunk":
-            chunk = Chunk(text=response.chunk.text, token_ids=tuple(response.chunk.token_ids))
+            chunk = Chunk(
+                text=response.chunk.text,
+                token_ids=tuple(response.chunk.token_ids),
+                logprobs=_logprobs(response.chunk.logprobs),
+                prompt_logprobs=_logprobs(response.chunk.prompt_logprobs),
+            )
             self._text.append(chunk.text)
             self._token_ids.extend(chunk.token_ids)
+            self._logprobs.extend(chunk.logprobs)
+            self._prompt_logprobs.extend(chunk.prompt_logprobs)
             return chunk
         return None
 
@@ -76,7 +85,20 @@ class Fold:
             seed=complete.seed,
             attempts=complete.attempts,
             request_id=self._request_id,
+            logprobs=tuple(self._logprobs),
+            prompt_logprobs=tuple(self._prompt_logprobs),
         )
+
+
+def _logprobs(entries: Iterable[inference_pb2.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    return tuple(
+        TokenLogprobs(
+            token_id=entry.token_id,
+            logprob=entry.logprob if entry.HasField("logprob") else None,
+            top={top.token_id: top.logprob for top in entry.top},
+        )
+        for entry in entries
+    )
 
 
 def _matched_stop(complete: inference_pb2.GenerateComplete) -> str | int | None:

@@ -20,7 +20,9 @@ class SamplingOptions(TypedDict, total=False):
     """How tokens are chosen and when a sample ends; what is left out takes the model's own default.
 
     `temperature` 0 is greedy. `max_tokens` absent: until end-of-sequence or the end of the context. `seed` absent:
-    drawn by the router and told in `Generation.seed`. docs/api.md lists the ranges; the router checks them.
+    drawn by the router and told in `Generation.seed`. `logprobs` and `prompt_logprobs`: how many of the likeliest
+    tokens are told with each token of the output and of the prompt; 0 is its own logprob alone. docs/api.md lists the
+    ranges; the router checks them.
     """
 
     temperature: float | None
@@ -37,6 +39,8 @@ class SamplingOptions(TypedDict, total=False):
     ignore_eos: bool | None
     seed: int | None
     logit_bias: Mapping[int, float] | None
+    logprobs: int | None
+    prompt_logprobs: int | None
 
 
 class GenerateOptions(SamplingOptions, total=False):
@@ -55,11 +59,30 @@ class GenerateOptions(SamplingOptions, total=False):
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """A token's natural log-probability by the model's own logits, before temperature, penalties and bias.
+
+    None for the first token of a prompt, which nothing predicts. `top` are the likeliest tokens in its place, by id,
+    likeliest first.
+    """
+
+    token_id: int
+    logprob: float | None
+    top: Mapping[int, float]
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
-    """What is new since the last chunk. `text` may be empty while a character is still incomplete."""
+    """What is new since the last chunk. `text` may be empty while a character is still incomplete.
+
+    `logprobs` has an entry for each of `token_ids`, if asked for. Chunks with `prompt_logprobs` come first and bring
+    nothing else; together they have an entry for each token of the prompt.
+    """
 
     text: str
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +91,8 @@ class Generation:
 
     `finish_reason` is "stop", "length", "tool_calls" or "abort". `matched_stop` is the stop string or the stop token id
     that ended the answer, if one did. `cached_tokens` of the prompt came from a prefix cache. `attempts` is 1 when
-    nothing went wrong.
+    nothing went wrong. `logprobs` and `prompt_logprobs` have an entry for each token of output and prompt, if asked
+    for.
     """
 
     text: str
@@ -81,6 +105,8 @@ class Generation:
     seed: int
     attempts: int
     request_id: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

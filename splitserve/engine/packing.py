@@ -21,7 +21,7 @@ class PackedBatch:
     positions: torch.Tensor  # int64 [tokens], absolute in their sequences
     slot_blocks: torch.Tensor  # int64 [tokens]: the block that each token's K and V go to,
     slot_offsets: torch.Tensor  # int64 [tokens]: and the token slot within it
-    logit_rows: tuple[int, ...]  # row of the last token of each segment that wants logits
+    logit_rows: tuple[int, ...]  # rows of the tokens whose logits are wanted
     started_blocks: tuple[int, ...]  # blocks whose first slot this batch fills, but not their last
 
     @property
@@ -42,8 +42,7 @@ def pack(segments: Sequence[Segment], block_size: int, device: torch.device) -> 
         token_ids.extend(segment.token_ids)
         positions.extend(range(segment.start, segment.end))
         blocks.extend(segment.block_table[position // block_size] for position in range(segment.start, segment.end))
-        if segment.wants_logits:
-            logit_rows.append(len(token_ids) - 1)
+        logit_rows.extend(range(len(token_ids) - segment.num_logits, len(token_ids)))
         last_block_start = segment.end - segment.end % block_size
         if segment.start <= last_block_start < segment.end:
             started.append(segment.block_table[last_block_start // block_size])

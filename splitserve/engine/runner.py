@@ -55,7 +55,7 @@ class ModelRunner:
     def run(self, segments: Sequence[Segment]) -> torch.Tensor:
         """Computes all segments in one forward without padding and writes their K and V into the pool.
 
-        Returns float32 logits `[segments with wants_logits, vocab]` in the order of `segments`, on the model's device.
+        Returns float32 logits `[wanted rows, vocab]` in the order of segments and tokens, on the model's device.
         ValueError, before anything is written, for a segment that no forward can compute.
         """
         if not segments:

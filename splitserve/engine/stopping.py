@@ -2,7 +2,7 @@
 
 from enum import Enum
 
-from splitserve.engine.sampler import SamplingParams
+from splitserve.engine.sampling_params import SamplingParams
 
 
 class FinishReason(Enum):

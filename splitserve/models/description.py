@@ -37,6 +37,7 @@ class ModelDescription:
     default_top_p: float | None
     default_top_k: int | None
     default_min_p: float | None
+    default_repetition_penalty: float | None
 
 
 def describe(directory: Path, name: str, revision: str) -> ModelDescription:
@@ -65,6 +66,7 @@ def describe(directory: Path, name: str, revision: str) -> ModelDescription:
         default_top_p=generation.number("top_p"),
         default_top_k=generation.optional_integer("top_k"),
         default_min_p=generation.number("min_p"),
+        default_repetition_penalty=generation.number("repetition_penalty"),
     )
 
 

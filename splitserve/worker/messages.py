@@ -36,6 +36,12 @@ class Limits(msgspec.Struct, frozen=True):
     min_tokens: int
     stop_token_ids: list[int]
     ignore_eos: bool
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: dict[int, float]
+    logprobs: int | None
+    prompt_logprobs: int | None
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -44,6 +50,15 @@ class Start(msgspec.Struct, frozen=True):
     prompt_ids: list[int]
     samples: list[Sample]
     limits: Limits
+
+
+class Logprobs(msgspec.Struct, frozen=True):
+    """A token's log-probability, None where nothing predicts it, and those of the likeliest tokens in its place."""
+
+    token_id: int
+    logprob: float | None
+    top_ids: list[int]
+    top_logprobs: list[float]
 
 
 FinishReason = Literal["", "stop", "length"]
@@ -58,6 +73,7 @@ class Token(msgspec.Struct, frozen=True):
     token_id: int
     finish_reason: FinishReason = ""
     attempt: str = ""
+    logprobs: Logprobs | None = None
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -164,6 +180,15 @@ class Refused(Message, frozen=True):
     message: str
 
 
+class PromptLogprobs(Message, frozen=True):
+    """Of the prompt's tokens from position `start` on: one report per chunk, in order, before the first tokens."""
+
+    session: int
+    attempt: str
+    start: int
+    tokens: list[Logprobs]
+
+
 class FirstTokens(Message, frozen=True):
     session: int
     attempt: str
@@ -221,6 +246,7 @@ Report = (
     | Reserved
     | Accepted
     | Refused
+    | PromptLogprobs
     | FirstTokens
     | StepTokens
     | AttemptEnded

@@ -6,7 +6,7 @@ from splitserve.worker.messages import Token
 
 
 class FinishPayload(msgspec.Struct, frozen=True):
-    """The first token of every sample of the attempt, in order of the samples."""
+    """The first token of every sample of the attempt, with its logprobs if asked for, in order of the samples."""
 
     tokens: list[Token]
 

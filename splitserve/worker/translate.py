@@ -55,6 +55,12 @@ def _start(start: pb.SequenceStart) -> messages.Start:
             min_tokens=limits.min_tokens,
             stop_token_ids=list(limits.stop_token_ids),
             ignore_eos=limits.ignore_eos,
+            repetition_penalty=limits.repetition_penalty,
+            presence_penalty=limits.presence_penalty,
+            frequency_penalty=limits.frequency_penalty,
+            logit_bias=dict(limits.logit_bias),
+            logprobs=limits.logprobs if limits.HasField("logprobs") else None,
+            prompt_logprobs=limits.prompt_logprobs if limits.HasField("prompt_logprobs") else None,
         ),
     )
 
@@ -88,6 +94,10 @@ def to_worker_message(report: messages.Report) -> pb.WorkerMessage:
             return pb.WorkerMessage(
                 attempt_ended=pb.AttemptEnded(attempt_id=attempt, reason=REASON_TO_PROTO[reason], message=text)
             )
+        case messages.PromptLogprobs(attempt=attempt, start=start, tokens=entries):
+            return pb.WorkerMessage(
+                prompt_logprobs=pb.PromptLogprobs(attempt_id=attempt, start=start, tokens=map(_logprobs, entries))
+            )
         case messages.FirstTokens(attempt=attempt, tokens=tokens, num_cached_tokens=cached):
             return pb.WorkerMessage(
                 first_tokens=pb.FirstTokens(attempt_id=attempt, tokens=map(_token, tokens), num_cached_tokens=cached)
@@ -107,6 +117,16 @@ def _token(token: messages.Token) -> pb.Token:
         position=token.position,
         token_id=token.token_id,
         finish_reason=_FINISH_REASONS[token.finish_reason],
+        logprobs=_logprobs(token.logprobs) if token.logprobs is not None else None,
+    )
+
+
+def _logprobs(logprobs: messages.Logprobs) -> pb.Logprobs:
+    return pb.Logprobs(
+        token_id=logprobs.token_id,
+        logprob=logprobs.logprob,
+        top_ids=logprobs.top_ids,
+        top_logprobs=logprobs.top_logprobs,
     )
 
 

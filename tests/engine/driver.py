@@ -12,7 +12,8 @@ from splitserve.engine.allocator import BlockAllocator
 from splitserve.engine.batch import Segment
 from splitserve.engine.loading import load_runner
 from splitserve.engine.runner import ModelRunner
-from splitserve.engine.sampler import SampleRow, SamplingParams, sample
+from splitserve.engine.sampler import SampleRow, sample
+from splitserve.engine.sampling_params import SamplingParams
 from splitserve.engine.stopping import finish_reason
 from tests.tiny_models import EOS_TOKEN_ID
 

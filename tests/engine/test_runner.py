@@ -9,7 +9,8 @@ import torch
 
 from splitserve.engine.batch import Segment
 from splitserve.engine.runner import ModelRunner
-from splitserve.engine.sampler import SampleRow, SamplingParams, sample
+from splitserve.engine.sampler import SampleRow, sample
+from splitserve.engine.sampling_params import SamplingParams
 from tests.engine.driver import load, random_prompt
 from tests.tiny_models import build
 

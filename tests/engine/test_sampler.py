@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from splitserve.engine.sampler import SampleRow, SamplingParams, sample, uniform
+from splitserve.engine.sampler import SampleRow, sample, uniform
+from splitserve.engine.sampling_params import SamplingParams
 from splitserve.engine.stopping import FinishReason, finish_reason
 
 PARAMS = SamplingParams(max_tokens=100)

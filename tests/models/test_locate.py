@@ -57,6 +57,7 @@ def test_a_directory_is_described_wrongly(tmp_path: Path) -> None:
         default_top_p=None,
         default_top_k=None,
         default_min_p=None,
+        default_repetition_penalty=None,
     )
 
 

@@ -180,6 +180,12 @@ def request(num_prompt: int = 10, deadline_s: float = 600.0, priority: int = 0, 
         "stop_token_ids": (),
         "ignore_eos": False,
         "n": 1,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "logit_bias": (),
+        "logprobs": None,
+        "prompt_logprobs": None,
     }
     deadline = asyncio.get_running_loop().time() + deadline_s
     return GenerationRequest(

@@ -32,6 +32,7 @@ def model_description(**changes: object) -> ModelDescription:
         "default_top_p": None,
         "default_top_k": None,
         "default_min_p": None,
+        "default_repetition_penalty": None,
     }
     return ModelDescription(**{**fields, **changes})  # type: ignore[arg-type]
 

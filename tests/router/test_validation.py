@@ -24,12 +24,15 @@ BAD_SAMPLING: list[tuple[str, dict[str, Any], str]] = [
     *(("top_p", {"top_p": value}, "above 0 and at most 1") for value in (NAN, INF, 0.0, -0.1, 1.01)),
     *(("min_p", {"min_p": value}, "between 0 and 1") for value in (NAN, INF, -0.1, 1.01)),
     ("top_k", {"top_k": -5}, "-5"),
-    *(("repetition_penalty", {"repetition_penalty": value}, "finite") for value in (NAN, INF)),
-    *(("presence_penalty", {"presence_penalty": value}, "finite") for value in (NAN, -INF)),
-    *(("frequency_penalty", {"frequency_penalty": value}, "finite") for value in (NAN, INF)),
-    ("repetition_penalty", {"repetition_penalty": 1.1}, "not supported yet"),
-    ("presence_penalty", {"presence_penalty": 0.5}, "not supported yet"),
-    ("frequency_penalty", {"frequency_penalty": -0.5}, "not supported yet"),
+    *(
+        ("repetition_penalty", {"repetition_penalty": value}, "between 0.01 and 10")
+        for value in (NAN, INF, -1.0, 0.0, 1e-300, 10.1)
+    ),
+    *(
+        (name, {name: value}, "between -2 and 2")
+        for name in ("presence_penalty", "frequency_penalty")
+        for value in (NAN, INF, -INF, -2.1, 2.1)
+    ),
     ("max_tokens", {"max_tokens": 0}, "at least 1"),
     ("max_tokens", {"max_tokens": -1}, "at least 1"),
     ("max_tokens", {"max_tokens": 99}, "max_tokens is 99; the prompt has 2 tokens and the context is 100"),
@@ -48,10 +51,20 @@ BAD_SAMPLING: list[tuple[str, dict[str, Any], str]] = [
     ("n", {"n": 0}, "at least 1"),
     ("n", {"n": -1}, "at least 1"),
     ("n", {"n": 2}, "only 1 is supported yet"),
-    ("logprobs", {"logprobs": 0}, "not supported yet"),
-    ("prompt_logprobs", {"prompt_logprobs": 1}, "not supported yet"),
-    ("logit_bias", {"logit_bias": {999999999: 1.0}}, "not supported yet"),
-    ("logit_bias", {"logit_bias": {1: NAN}}, "not supported yet"),
+    *(
+        (name, {name: value}, f"{name} is {value}; it must be between 0 and 20")
+        for name in ("logprobs", "prompt_logprobs")
+        for value in (-1, 21, 2**31 - 1)
+    ),
+    *(
+        ("logit_bias", {"logit_bias": {5: 1.0, token_id: 1.0}}, f"names token {token_id}; the model's vocabulary is 0")
+        for token_id in (-1, 300, 2**40)
+    ),
+    *(
+        ("logit_bias", {"logit_bias": {7: value}}, f"logit_bias[7] is {value}; it must be between -100 and 100")
+        for value in (NAN, INF, -INF, 100.5, -101.0)
+    ),
+    ("logit_bias", {"logit_bias": dict.fromkeys(range(1025), 1.0)}, "1025 tokens; at most 1024"),
 ]
 
 # field at fault, the request, what the message must say
@@ -178,6 +191,8 @@ async def test_what_is_left_out_gets_the_documented_default() -> None:
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 1.0, 0, 0.0)
     assert (sampling.max_tokens, sampling.min_tokens, sampling.n) == (98, 0, 1)
     assert (sampling.stop, sampling.stop_token_ids, sampling.ignore_eos) == ((), (), False)
+    assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.0, 0.0, 0.0)
+    assert (sampling.logit_bias, sampling.logprobs, sampling.prompt_logprobs) == ((), None, None)
     assert (request.model, request.prompt_ids) == ("tiny", tuple(b"hi"))
     assert request.sampling.seed != (await validated()).sampling.seed
 
@@ -189,6 +204,10 @@ async def test_the_models_own_defaults_lie_under_what_the_request_says() -> None
     said = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
     sampling = (await validated(defaults, sampling_params=said)).sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.0, 1.0, 0, 0.0)
+    penalizing = {"default_repetition_penalty": 1.1}
+    assert (await validated(penalizing)).sampling.repetition_penalty == 1.1
+    off = await validated(penalizing, sampling_params={"repetition_penalty": 1.0})
+    assert off.sampling.repetition_penalty == 1.0
 
 
 @pytest.mark.parametrize(
@@ -204,7 +223,16 @@ async def test_the_models_own_defaults_lie_under_what_the_request_says() -> None
         ({"seed": 2**64 - 1}, "seed", 2**64 - 1),
         ({"stop": ["a", "b", "a"]}, "stop", ("a", "b")),
         ({"stop_token_ids": [0, 299, 0]}, "stop_token_ids", (0, 299)),
-        ({"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "n": 1}, "n", 1),
+        ({"n": 1}, "n", 1),
+        ({"repetition_penalty": 0.01}, "repetition_penalty", 0.01),
+        ({"repetition_penalty": 10.0}, "repetition_penalty", 10.0),
+        ({"presence_penalty": -2.0}, "presence_penalty", -2.0),
+        ({"frequency_penalty": 2.0}, "frequency_penalty", 2.0),
+        ({"logit_bias": {299: -100.0, 0: 100.0}}, "logit_bias", ((0, 100.0), (299, -100.0))),
+        ({"logprobs": 0}, "logprobs", 0),
+        ({"logprobs": 20}, "logprobs", 20),
+        ({"prompt_logprobs": 0}, "prompt_logprobs", 0),
+        ({"prompt_logprobs": 20}, "prompt_logprobs", 20),
     ],
 )
 async def test_values_at_the_edge_are_taken(params: dict[str, Any], name: str, value: object) -> None:

@@ -70,6 +70,12 @@ def limits(**changes: Any) -> messages.Limits:
         "min_tokens": 0,
         "stop_token_ids": [],
         "ignore_eos": True,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "logit_bias": {},
+        "logprobs": None,
+        "prompt_logprobs": None,
     }
     return messages.Limits(**(values | changes))
 

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from kvtransfer import events
+from kvtransfer.ticket import Ticket
 from splitserve.service.reasons import Reason
 from splitserve.worker import messages
 from tests.workers.pair import Pair, limits
@@ -112,10 +113,20 @@ def test_finish_of_a_faulty_peer_kills_the_worker(
 def test_token_outside_of_the_vocabulary_kills_the_worker(make_pair: MakePair) -> None:
     """C62: the router refuses such ids; a worker that gets one all the same refuses it too."""
     pair = make_pair()
-    attempt = pair.begin([5, 10**6], max_tokens=2)
-    pair.until(lambda: bool(pair.prefill.said(messages.Refused)))
-    assert pair.prefill.said(messages.Refused)[0].reason is Reason.INVALID
-    pair.decode.inbox.put(messages.Release(attempt, "refused"))
+    bad_starts = [
+        messages.Start([5, 10**6], [messages.Sample(0, [])], limits()),
+        messages.Start([-1, 5], [messages.Sample(0, [])], limits()),
+        messages.Start([5], [messages.Sample(0, [384])], limits()),
+        messages.Start([5], [messages.Sample(0, [])], limits(logit_bias={384: 1.0})),
+        messages.Start([5], [messages.Sample(0, [])], limits(repetition_penalty=0.0)),
+    ]
+    ticket = Ticket("t", "decode", 0, 1)
+    for number, start in enumerate(bad_starts):
+        pair.decode.inbox.put(messages.Reserve(1, str(number), start, 60.0))
+        pair.prefill.inbox.put(messages.Prefill(1, str(number), start, ticket, 60.0))
+    for rig in (pair.prefill, pair.decode):
+        pair.until(lambda rig=rig: len(rig.said(messages.Refused)) == len(bad_starts))
+        assert {refused.reason for refused in rig.said(messages.Refused)} == {Reason.INVALID}
     pair.assert_drained()
 
 

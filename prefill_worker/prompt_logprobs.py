@@ -1,0 +1,42 @@
+"""The log-probabilities of a prompt's own tokens: what a chunk's logits say about the tokens that follow them.
+
+Called by the prefill flow, chunk by chunk, so that no more than a step's logits are ever held.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from prefill_worker.scheduler import Chunk
+from splitserve.worker import messages
+from splitserve.worker.sampling import logprobs_of
+
+MAX_SCORED_TOKENS = 512
+"""Tokens of one step whose logits may all be held: a few hundred MiB with the largest vocabularies."""
+
+
+def limit_scored(chunks: Sequence[Chunk], scored: frozenset[str], limit: int = MAX_SCORED_TOKENS) -> list[Chunk]:
+    """`chunks` without the tokens of attempts `scored` that are too many for this step: they wait for the next."""
+    kept = []
+    for chunk in chunks:
+        length = chunk.length
+        if chunk.attempt in scored:
+            length = min(length, limit)
+            limit -= length
+        if length > 0:
+            kept.append(Chunk(chunk.attempt, chunk.start, length))
+    return kept
+
+
+def score_chunk(
+    logits: torch.Tensor, prompt_ids: Sequence[int], start: int, num_top: int
+) -> list[messages.Logprobs] | None:
+    """Logprobs of the prompt tokens that follow those of a chunk, whose `logits` (float32 `[tokens, vocab]`) begin
+    after position `start`; the prompt's first token comes along with the first chunk. None if a row is not finite."""
+    scored = [messages.Logprobs(prompt_ids[0], None, [], [])] if start == 0 else []
+    for row, token_id in zip(logits.cpu(), prompt_ids[start + 1 :], strict=False):
+        logprobs = logprobs_of(row, token_id, num_top)
+        if logprobs is None:
+            return None
+        scored.append(logprobs)
+    return scored
