@@ -4,6 +4,7 @@ Called by the worker's engine process; keeps no state. Everything that a model c
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,17 @@ from transformers.utils import logging as transformers_logging
 from splitserve.engine import selftest, support
 from splitserve.engine.attention import INTERFACE_NAME, AttentionBackend, register_paged_attention
 from splitserve.engine.layout import KVLayout
-from splitserve.engine.linear import LinearBackend, TorchLinear
+from splitserve.engine.linear import LinearBackend, choose_linear
 from splitserve.engine.pool import DTYPES, KVPool
+from splitserve.engine.report import LoadReport, PartTimes, WeightBytes
 from splitserve.engine.runner import ModelRunner
 from splitserve.engine.selftest import SelfTestResult
 from splitserve.engine.support import UnsupportedModel
 from splitserve.engine.torch_attention import TorchAttention
 from splitserve.engine.trust import SAFE, Trust
 
-# Rows below which a matmul may round differently than with more. One row always does; a float32 library may have its
-# own path for up to 15, and then a small decode step pays for exactness with a few rows that cost little.
+# Rows below which a matmul may round differently than with more. One row does; plain float32 layers may have their own
+# path for up to 15, and then a small decode step pays for exactness with a few rows that cost little.
 _MIN_ROWS = (2, 16)
 
 
@@ -50,16 +52,22 @@ def load_runner(
 ) -> ModelRunner:
     """Reads the model in `directory`, proves that it can be served, and makes a pool of `kv_cache_bytes`.
 
-    `dtype` is "auto", "bfloat16" or "float32"; `trust` says what of the directory may run. UnsupportedModel (a
-    ValueError) with the reason when the model cannot be served; ValueError when not even one block fits into
-    `kv_cache_bytes`.
+    `dtype` is "auto", "bfloat16" or "float32"; `trust` says what of the directory may run; back ends that are not given
+    are the fastest that work here, and `report` of the runner names them. UnsupportedModel (a ValueError) with the
+    reason when the model cannot be served; ValueError when not even one block fits into `kv_cache_bytes`.
     """
-    attention, linear, progress = attention or TorchAttention(), linear or TorchLinear(), progress or (lambda _: None)
+    times, progress = PartTimes(), progress or (lambda _: None)
     dtype = resolve_dtype(dtype, device)
-    config = _read_config(directory, trust)
-    support.require_supported(config)
-    num_heads, num_kv_heads, head_dim = support.attention_shape(config)
-    max_model_len = support.max_positions(config)
+    attention, linear_reason = attention or TorchAttention(), ""
+    if linear is None:
+        linear, linear_reason = choose_linear(device, DTYPES[dtype])
+        if linear_reason:
+            progress(f"linear layers stay as they are: {linear_reason}")
+    with times.part("config"):
+        config = _read_config(directory, trust)
+        support.require_supported(config)
+        num_heads, num_kv_heads, head_dim = support.attention_shape(config)
+        max_model_len = support.max_positions(config)
     layout = KVLayout(config.num_hidden_layers, num_kv_heads, head_dim, block_size, dtype)
     num_blocks = kv_cache_bytes // layout.block_nbytes
     if num_blocks < 1:
@@ -72,32 +80,45 @@ def load_runner(
 
     progress(f"checking that {config.model_type} runs on paged attention")
     num_test_blocks = selftest.blocks_needed(block_size)
-    copy = _random_copy(config, trust).to(device)
-    copy_layout = KVLayout(copy.config.num_hidden_layers, num_kv_heads, head_dim, block_size, "float32")
-    copy_runner = make_runner(copy, copy_layout, num_test_blocks, _MIN_ROWS[0])
-    selftest.require_equal_to_eager(copy_runner, copy, "a random copy of two layers")
+    with times.part("self-test"):
+        copy = _random_copy(config, trust).to(device)
+        copy_layout = KVLayout(copy.config.num_hidden_layers, num_kv_heads, head_dim, block_size, "float32")
+        copy_runner = make_runner(copy, copy_layout, num_test_blocks, _MIN_ROWS[0])
+        selftest.require_equal_to_eager(copy_runner, copy, "a random copy of two layers")
 
     progress(f"loading weights as {dtype}")
-    model = _load_weights(directory, config, dtype, device, trust)
-    linear.prepare(model)
+    with times.part("weights"):
+        model = _load_weights(directory, config, dtype, device, trust)
+    with times.part("packing"):
+        linear.prepare(model)
 
     progress("comparing with transformers' own attention")
-    tested = [make_runner(model, layout, num_test_blocks, min_rows) for min_rows in _MIN_ROWS]
-    selftest.require_equal_to_eager(tested[0], model, "the model itself")
-    min_rows, result = _least_exact_rows(tested)
-    runner = make_runner(model, layout, num_blocks, min_rows)
+    with times.part("self-test"):
+        tested = [make_runner(model, layout, num_test_blocks, min_rows) for min_rows in _MIN_ROWS]
+        selftest.require_equal_to_eager(tested[0], model, "the model itself")
+        min_rows, result = _least_exact_rows(tested, model)
+    with times.part("pool"):
+        runner = make_runner(model, layout, num_blocks, min_rows)
     runner.numerics, runner.recompute_exact = result.numerics, result.recompute_exact
+    runner.report = LoadReport(
+        linear=linear.name,
+        linear_reason=linear_reason,
+        attention=attention.name,
+        weights=WeightBytes.of(model),
+        pool_nbytes=num_blocks * layout.block_nbytes,
+        seconds=times.seconds,
+    )
     return runner
 
 
-def _least_exact_rows(tested: Sequence[ModelRunner]) -> tuple[int, SelfTestResult]:
+def _least_exact_rows(tested: Sequence[ModelRunner], model: Any) -> tuple[int, SelfTestResult]:
     """The first of `_MIN_ROWS` with which recomputation is exact, or the very first when none is."""
     results = []
     for min_rows, runner in zip(_MIN_ROWS, tested, strict=True):
         result = selftest.measure(runner)
-        if result.recompute_exact:
+        if result.recompute_exact and selftest.linear_rows_are_exact(model, min_rows):
             return min_rows, result
-        results.append((min_rows, result))
+        results.append((min_rows, replace(result, recompute_exact=False)))
     return results[0]
 
 

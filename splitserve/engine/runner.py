@@ -12,13 +12,14 @@ from splitserve.engine.attention import AttentionBackend, ForwardContext
 from splitserve.engine.batch import Segment
 from splitserve.engine.packing import PackedBatch, check_segment, fill_up, pack
 from splitserve.engine.pool import KVPool
+from splitserve.engine.report import LoadReport
 
 
 class ModelRunner:
     """A model whose K and V live in `pool`.
 
     `numerics` names how this process rounds (a hash of fixed logits) and `recompute_exact` says whether a token's K, V
-    and logits are the same bits alone, in a batch and in any chunk; `loading.load_runner` sets both.
+    and logits are the same bits alone, in a batch and in any chunk; `loading.load_runner` sets both, and `report`.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class ModelRunner:
         self.num_forwards = 0
         self.numerics = ""
         self.recompute_exact = False
+        self.report = LoadReport()
         self._model = model
         self._attention = attention
         self._num_heads = num_heads

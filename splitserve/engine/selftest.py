@@ -9,8 +9,10 @@ from hashlib import sha256
 from typing import Any
 
 import torch
+from torch import nn
 
 from splitserve.engine.batch import Segment
+from splitserve.engine.linear import PackedLinear
 from splitserve.engine.runner import ModelRunner
 from splitserve.engine.support import UnsupportedModel
 
@@ -21,6 +23,12 @@ COPY_VOCAB_SIZE = 128
 # Relative root-mean-square distance between the logits of the paged and of transformers' eager forward. Wrong scaling,
 # masks or positions give 0.3 and more; bf16 layers drift by some 0.01.
 _TOLERANCE = {"float32": 2e-4, "bfloat16": 0.08}
+
+# How many rows a layer is tried with, beyond the fewest that it will ever see: on both sides of where matmul libraries
+# change their way. Layers of many weights are tried with few, for their rows cost most.
+_ROW_COUNTS = (4, 5, 7, 8, 9, 12, 15, 16, 17, 23, 31, 32, 33, 48, 63, 64, 65, 96, 130, 257)
+_FEW_ROW_COUNTS = (9, 33, 100)
+_MANY_WEIGHTS = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,29 @@ def measure(runner: ModelRunner) -> SelfTestResult:
     ]
     is_exact = all(torch.equal(alone, variant()) for variant in variants)
     return SelfTestResult(is_exact, sha256(alone.numpy().tobytes()).hexdigest())
+
+
+@torch.inference_mode()
+def linear_rows_are_exact(model: Any, min_rows: int) -> bool:
+    """Whether each of the model's own linear layers gives a row the same bits with any number of rows from `min_rows`.
+
+    The fixed ids make batches of some rows only; a layer may change its way of computing at any other number. Layers of
+    one shape are one case.
+    """
+    layers: dict[tuple[object, ...], nn.Linear | PackedLinear] = {}
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear | PackedLinear):
+            layers[type(layer), layer.in_features, layer.out_features, layer.bias is None] = layer
+    generator = torch.Generator().manual_seed(0)
+    for layer in layers.values():
+        more = _ROW_COUNTS if layer.in_features * layer.out_features < _MANY_WEIGHTS else _FEW_ROW_COUNTS
+        counts = (min_rows, min_rows + 1, *(count for count in more if count > min_rows + 1))
+        rows = torch.randn((counts[-1], layer.in_features), generator=generator).to(model.device, model.dtype)
+        expected = layer(rows)
+        # The last rows, not the first: a row's place must not matter either.
+        if not all(torch.equal(layer(rows[-count:]), expected[-count:]) for count in counts):
+            return False
+    return True
 
 
 def _chunked(runner: ModelRunner, token_ids: Sequence[int], ends: Sequence[int]) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -83,20 +83,17 @@ def _step(runner: ModelRunner, running: Sequence[Running], chunk: int, budget: i
         owner.is_finished = reason is not None
 
 
-@cache
+@lru_cache(maxsize=4)
 def _reference_model(directory: Path) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def reference(directory: Path, prompt: Sequence[int], max_tokens: int) -> list[int]:
     """What transformers' own `generate` makes of the prompt, greedy, in float32."""
-    return reference_of(_reference_model(directory), prompt, max_tokens)
-
-
-def reference_of(model: torch.nn.Module, prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """As `reference`, for a model at hand that uses transformers' own attention."""
     ids = torch.tensor([list(prompt)])
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False)
+    output = _reference_model(directory).generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False
+    )
     return output[0, len(prompt) :].tolist()
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from splitserve.engine.batch import Segment
+from splitserve.engine.linear import PackedLinear
 from splitserve.engine.runner import ModelRunner
 from splitserve.engine.sampler import SampleRow, sample
 from splitserve.engine.sampling_params import SamplingParams
@@ -64,7 +65,7 @@ def test_matmul_runs_on_one_row(tiny_model: TinyModel) -> None:
     assert fewest >= 2
     rows: list[int] = []
     for module in runner._model.modules():
-        if isinstance(module, torch.nn.Linear):
+        if isinstance(module, torch.nn.Linear | PackedLinear):
             module.register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0].shape[-2]))
     assert runner.run([Segment([5], 0, TABLE_A, True)]).shape[0] == 1
     runner.run([Segment(random_prompt(40, seed=0), 1, TABLE_A, True)])

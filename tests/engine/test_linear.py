@@ -1,0 +1,176 @@
+"""Packed linear layers: what they compute, what they keep in memory, and what is used where packing cannot be."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from splitserve.engine import linear, selftest
+from splitserve.engine.linear import PackedLinear, PackedLinears, TorchLinear, choose_linear
+from splitserve.engine.loading import load_runner
+from tests.engine.driver import load
+
+TinyModel = Callable[[str], Path]
+
+DTYPES = [torch.bfloat16, torch.float32]
+MOST_ROWS = 2048
+SHAPES = [(576, 1536), (1536, 576), (4096, 96), (64, 384)]  # a deep reduction is where matmuls split differently
+
+
+def _layer(in_features: int, out_features: int, dtype: torch.dtype, *, bias: bool = False) -> nn.Linear:
+    with torch.random.fork_rng():
+        torch.manual_seed(in_features)
+        return nn.Linear(in_features, out_features, bias=bias).to(dtype).requires_grad_(False)
+
+
+def _rows(count: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn((count, width), generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@torch.inference_mode()
+def test_packed_layer_computes_something_else(dtype: torch.dtype, bias: bool) -> None:
+    layer = _layer(192, 320, dtype, bias=bias)
+    for shape in ((1, 192), (33, 192), (1, 7, 192), (1, 0, 192)):
+        rows = _rows(shape[-2], 192, dtype).view(shape)
+        exact = rows.double() @ layer.weight.double().T + (layer.bias.double() if bias else 0.0)
+        result = PackedLinear(layer)(rows)
+        assert result.shape == (*shape[:-1], 320)
+        tolerance = 2**-7 if dtype == torch.bfloat16 else 2**-18
+        torch.testing.assert_close(result, exact.to(dtype), rtol=tolerance, atol=1e-5)
+
+
+_EXPECTED: dict[tuple[object, ...], tuple[PackedLinear, torch.Tensor, torch.Tensor]] = {}
+
+
+def _packed_case(shape: tuple[int, int], dtype: torch.dtype) -> tuple[PackedLinear, torch.Tensor, torch.Tensor]:
+    if (shape, dtype) not in _EXPECTED:
+        packed = PackedLinear(_layer(*shape, dtype))
+        rows = _rows(MOST_ROWS, shape[0], dtype)
+        _EXPECTED[shape, dtype] = packed, rows, packed(rows)
+    return _EXPECTED[shape, dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@settings(max_examples=60, deadline=None)
+@given(count=st.one_of(st.integers(2, 64), st.sampled_from([65, 100, 128, 255, 512])), place=st.floats(0, 1))
+@torch.inference_mode()
+def test_company_changes_a_row(shape: tuple[int, int], dtype: torch.dtype, count: int, place: float) -> None:
+    packed, rows, expected = _packed_case(shape, dtype)
+    first = int(place * (MOST_ROWS - count))
+    assert torch.equal(packed(rows[first : first + count].clone()), expected[first : first + count])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_recomputation_with_packed_layers_is_inexact(dtype: str, tiny_model: TinyModel) -> None:
+    """Two rows suffice in both dtypes; the plain layers of float32 need sixteen."""
+    runner = load(tiny_model("llama"), dtype=dtype)
+    if runner.report.linear != PackedLinears.name:
+        pytest.skip(runner.report.linear_reason)
+    assert runner.recompute_exact
+    assert runner._min_rows == 2
+
+
+def test_subclass_of_linear_is_packed() -> None:
+    class Doubling(nn.Linear):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(rows)
+
+    model = nn.Sequential(nn.Linear(8, 8), Doubling(8, 8))
+    PackedLinears().prepare(model)
+    assert [type(module) for module in model] == [PackedLinear, Doubling]
+
+
+@pytest.mark.parametrize("backend", [TorchLinear(), PackedLinears()])
+def test_model_without_linear_layers_is_prepared(backend: linear.LinearBackend) -> None:
+    with pytest.raises(ValueError, match="no linear layers"):
+        backend.prepare(nn.Sequential(nn.LayerNorm(4)))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])  # qwen3's head is tied to its embedding
+def test_memory_is_reported_wrongly(family: str, tiny_model: TinyModel) -> None:
+    runner = load(tiny_model(family))
+    if runner.report.linear != PackedLinears.name:
+        pytest.skip(runner.report.linear_reason)
+    model = runner._model
+    packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    assert runner.report.weights.plain == sum(parameter.nbytes for parameter in model.parameters()) + sum(
+        buffer.nbytes for buffer in model.buffers()
+    )
+    assert runner.report.weights.packed == sum(int(torch.ops.mkldnn._nbytes(module._packed)) for module in packed)
+    assert runner.report.weights.packed >= 4 * sum(module.in_features * module.out_features for module in packed)
+    assert runner.report.pool_nbytes == runner.pool.tensor.nbytes
+
+
+def test_plain_weight_is_kept_beside_the_packed(tiny_model: TinyModel) -> None:
+    """The embedding's is the only matrix left as it was, whether a head is tied to it or not."""
+    for family in ("llama", "qwen3"):
+        model = load(tiny_model(family))._model
+        matrices = [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
+        assert matrices == ["model.embed_tokens.weight"], family
+
+
+def _refuse(*_: object) -> torch.Tensor:
+    raise RuntimeError("this processor cannot\nand a long explanation")
+
+
+def test_missing_operator_is_hidden(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without packing the same model is served by the plain layers, and everybody can see that and why."""
+    monkeypatch.setattr(linear.PackedLinear, "forward", _refuse)
+    said: list[str] = []
+    runner = load_runner(
+        tiny_model("llama"), dtype="float32", device="cpu", block_size=16, kv_cache_bytes=1 << 20, progress=said.append
+    )
+    assert runner.report.linear == TorchLinear.name
+    assert runner.report.linear_reason.endswith("do not run here: this processor cannot")
+    assert runner.report.weights.packed == 0
+    assert any(runner.report.linear_reason in line for line in said)
+    assert runner.numerics
+
+
+@pytest.mark.parametrize(("device", "reason"), [("cuda:0", "not for cuda:0"), ("meta", "not for meta")])
+def test_weights_are_packed_for_another_device(device: str, reason: str) -> None:
+    backend, why = choose_linear(device, torch.bfloat16)
+    assert isinstance(backend, TorchLinear)
+    assert reason in why
+
+
+def test_wrong_packed_layer_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def off_by_a_bit(layer: PackedLinear, rows: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise(rows, layer._packed, layer.bias, "none", [], "") + 0.25
+
+    monkeypatch.setattr(linear.PackedLinear, "forward", off_by_a_bit)
+    backend, why = choose_linear("cpu", torch.float32)
+    assert isinstance(backend, TorchLinear)
+    assert "wrong here" in why
+
+
+class _SplitByRows(nn.Linear):
+    """Rounds differently above `limit` rows, as a library does that splits its sums otherwise for large inputs."""
+
+    limit = 100
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if rows.shape[0] <= self.limit:
+            return super().forward(rows)
+        half = self.in_features // 2
+        return rows[:, :half] @ self.weight.T[:half] + rows[:, half:] @ self.weight.T[half:] + self.bias
+
+
+def test_rows_that_round_differently_beyond_the_fixed_ids_pass() -> None:
+    class Model(nn.Module):
+        dtype, device = torch.float32, torch.device("cpu")
+
+        def __init__(self, *layers: nn.Module) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(layers)
+
+    packed = PackedLinear(_layer(64, 96, torch.float32))
+    assert selftest.linear_rows_are_exact(Model(packed), 2)
+    assert not selftest.linear_rows_are_exact(Model(packed, _SplitByRows(512, 96)), 2)
