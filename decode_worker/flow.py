@@ -158,7 +158,7 @@ class DecodeEngine(EngineBase):
             if number > 0:
                 self._allocator.share(reservation.full_blocks)
                 if has_partial_block:
-                    pool.write(own, pool.view(source))
+                    pool.copy_block(source, own)
             sequences.append(
                 Sequence(
                     attempt=reservation.attempt,

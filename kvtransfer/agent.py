@@ -64,6 +64,7 @@ class KVAgent:
             counters=self._counters,
             clock=time.monotonic,
         )
+        self._store = store
         self._node = Node(context, carrier.connect)
         self._lock = threading.Lock()
         # Guarded by the lock: the queue to the KV thread, the transfers without a terminal event, whether it runs.
@@ -119,6 +120,7 @@ class KVAgent:
         if not 0 <= num_cached_blocks <= len(block_ids) or len(set(wanted)) != len(wanted):
             counts = f"{num_cached_blocks} cached of {len(block_ids)} blocks"
             raise InvalidRequest(f"transfer {transfer_id}: {counts}, or a repeated block id", field="block_ids")
+        self._store.lend(wanted)
         request = partial(self._node.sink.expect, transfer_id, tuple(block_ids), num_cached_blocks, timeout_s)
         self._begin(Side.SINK, transfer_id, request)
 
@@ -128,6 +130,7 @@ class KVAgent:
 
     def send(self, transfer_id: str, blocks: Sequence[tuple[int, int]]) -> None:
         """Source: (logical index, block id) pairs, each index once. The blocks stay pinned until the terminal event."""
+        self._store.lend([block_id for _, block_id in blocks])
         self._submit(partial(self._node.source.send, transfer_id, tuple(blocks)))
 
     def finish(self, transfer_id: str, keys: list[bytes], payload: bytes) -> None:

@@ -1,5 +1,9 @@
-"""The pool as a transfer sees it: whole blocks by id. The engine's KVPool satisfies it; tests bring a bytearray."""
+"""The pool as a transfer sees it: whole blocks by id.
 
+The engine's KVPool satisfies it in host memory, its StagedStore in a device's; tests bring a bytearray.
+"""
+
+from collections.abc import Iterable
 from typing import Protocol
 
 
@@ -7,8 +11,13 @@ class BlockStore(Protocol):
     @property
     def block_nbytes(self) -> int: ...
 
+    def lend(self, block_ids: Iterable[int]) -> None:
+        """Called by the thread that gives these blocks to the KV thread, before it does; the others are the KV
+        thread's."""
+        ...
+
     def view(self, block_id: int) -> memoryview:
-        """The bytes of one block, without a copy. Raises ValueError for an unknown id."""
+        """The bytes of one block, as they stay while it is lent. Raises ValueError for an unknown id."""
         ...
 
     def write(self, block_id: int, data: memoryview) -> None:

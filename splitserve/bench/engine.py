@@ -15,6 +15,7 @@ from splitserve.bench.report import Report, make_report
 from splitserve.bench.steps import EngineRow, StepBench
 from splitserve.bench.timing import Stopwatch
 from splitserve.bench.workload import BLOCK_SIZE, Case, choose_cases, fill_with_noise
+from splitserve.engine.device import choose_device
 from splitserve.engine.layout import KVLayout
 from splitserve.engine.loading import load_runner, resolve_dtype
 from splitserve.engine.runner import ModelRunner
@@ -44,17 +45,17 @@ class EngineSettings:
 
 def run_engine_bench(settings: EngineSettings, say: Say) -> tuple[Report, list[EngineRow]]:
     """Raises InvalidRequest for what cannot be measured here; `say` is told what goes on."""
-    if settings.clock == "cpu" and (settings.threads > 1 or settings.device != "cpu"):
+    device = find_device(settings.device)
+    if settings.clock == "cpu" and (settings.threads > 1 or device.type != "cpu"):
         raise InvalidRequest("--clock cpu adds up all threads' time: it is for one thread on the cpu", field="clock")
     with progress_bar() as progress:
         description = locate_model(settings.model, revision=settings.revision, progress=progress)
     torch.set_num_threads(settings.threads)
     cases = choose_cases(settings.decode, settings.prefill, description.max_model_len)
     try:
-        runner = _load(settings, description, cases, say)
+        runner = load_for(description, cases, dtype=settings.dtype, device=device, say=say)
     except ValueError as error:
         raise InvalidRequest(str(error)) from error
-    device = runner.pool.tensor.device
     stopwatch = Stopwatch(device, is_cpu_time=settings.clock == "cpu")
     steps = StepBench(runner, description.directory, stopwatch, chunk=settings.chunk, is_quick=settings.is_quick)
     say(f"measuring for about {max(1, round(steps.expected_minutes(cases)))} min")
@@ -66,23 +67,41 @@ def run_engine_bench(settings: EngineSettings, say: Say) -> tuple[Report, list[E
     args = asdict(settings) | {
         "model": description.name,
         "dtype": runner.layout.dtype,
+        "attention": runner.report.attention,
+        "linear": runner.report.linear,
         "recompute_exact": runner.recompute_exact,
         "peak_memory_gib": round(_peak_memory() / 2**30, 2),
     }
     return make_report("engine", args, [asdict(row) for row in rows], device=device), rows
 
 
-def _load(settings: EngineSettings, description: ModelDescription, cases: Sequence[Case], say: Say) -> ModelRunner:
-    dtype = resolve_dtype(settings.dtype, settings.device)
+def find_device(name: str) -> torch.device:
+    """As `choose_device`; raises InvalidRequest."""
+    try:
+        return choose_device(name)
+    except ValueError as error:
+        raise InvalidRequest(str(error), field="device") from error
+
+
+def load_for(
+    description: ModelDescription, cases: Sequence[Case], *, dtype: str, device: torch.device, say: Say
+) -> ModelRunner:
+    """A runner whose pool holds the largest case, filled with noise. ValueError for a model that cannot be served."""
+    dtype = resolve_dtype(dtype, str(device))
     layout = KVLayout(description.num_layers, description.num_kv_heads, description.head_dim, BLOCK_SIZE, dtype)
     # Every sequence of the largest case has blocks of its own: shared ones would stay in a cache.
     pool_nbytes = max(case.batch * layout.blocks_for(case.context) for case in cases) * layout.block_nbytes
-    _require_memory(pool_nbytes)
+    free_nbytes = _free_memory(device)
+    if pool_nbytes > free_nbytes:
+        raise ValueError(
+            f"the largest case needs {pool_nbytes / 2**30:.1f} GiB of KV, {free_nbytes / 2**30:.1f} GiB are free: "
+            "--decode and --prefill choose smaller ones"
+        )
     say(f"{description.name}, {dtype}; the KV pool of the largest case takes {pool_nbytes / 2**30:.2f} GiB")
     runner = load_runner(
         description.directory,
         dtype=dtype,
-        device=settings.device,
+        device=str(device),
         block_size=BLOCK_SIZE,
         kv_cache_bytes=pool_nbytes,
         progress=say,
@@ -91,13 +110,8 @@ def _load(settings: EngineSettings, description: ModelDescription, cases: Sequen
     return runner
 
 
-def _require_memory(pool_nbytes: int) -> None:
-    available = psutil.virtual_memory().available
-    if pool_nbytes > available:
-        raise InvalidRequest(
-            f"the largest case needs {pool_nbytes / 2**30:.1f} GiB of KV, {available / 2**30:.1f} GiB are free: "
-            "--decode and --prefill choose smaller ones"
-        )
+def _free_memory(device: torch.device) -> int:
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else psutil.virtual_memory().available
 
 
 def _peak_memory() -> int:

@@ -7,7 +7,7 @@ from cyclopts import App, Parameter
 from rich.console import Console
 
 from splitserve.cli.up import require_serving
-from splitserve.service.config import Positive
+from splitserve.service.config import Device, Positive
 from splitserve.service.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def engine(
     model: str | None = None,
     revision: str | None = None,
     dtype: Literal["auto", "bfloat16", "float32"] = "auto",
-    device: str = "cpu",
+    device: Device = "auto",
     threads: Positive = 1,
     decode: str | None = None,
     prefill: str | None = None,
@@ -58,7 +58,7 @@ def engine(
     dtype
         auto: bfloat16 where the device has bfloat16 units, else float32.
     device
-        auto, cpu, cuda or cuda:N.
+        auto, cpu, cuda or cuda:N; auto: the first CUDA device, or the processor where there is none.
     threads
         Threads that a step, and every floor, computes with.
     decode

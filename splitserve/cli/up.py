@@ -20,7 +20,7 @@ from splitserve.cli.ports import claim
 from splitserve.cli.roles import LOOPBACK, ChildSpec, Model, Ports, Roles, router_spec, worker_specs
 from splitserve.cli.supervisor import Policy, Supervisor
 from splitserve.client.channel import DEFAULT_TARGET
-from splitserve.service.config import ENVIRONMENT_PREFIX, Positive, Size, new_app
+from splitserve.service.config import ENVIRONMENT_PREFIX, Device, Positive, Size, new_app
 from splitserve.service.errors import Unavailable
 from splitserve.service.logging import LOG_FORMAT_VARIABLE
 
@@ -71,8 +71,8 @@ class UpConfig:
     "Router's port for workers; 0 picks a free one."
     dtype: Literal["auto", "bfloat16", "float32"] | None = None
     "auto: bfloat16 where the processor has bfloat16 units, else float32."
-    device: Literal["auto", "cpu"] | None = None
-    "auto or cpu."
+    device: Device | None = None
+    "auto, cpu, cuda or cuda:N, for every worker; auto: the first CUDA device, or the processor where there is none."
     block_size: Positive | None = None
     "Tokens in one KV block."
     max_model_len: Positive | None = None

@@ -1,11 +1,12 @@
 """The KV pool: one process's block-major K/V memory.
 
-Owned by the engine process, which alone writes to it: the runner through `store`, the KV thread through `write`. Which
-block belongs to whom is the allocator's knowledge, not the pool's.
+Owned by the engine process, which alone writes to it: the runner through `store`, the KV thread through `write`, or
+through `staging` where the pool is in device memory. Which block belongs to whom is the allocator's knowledge, not the
+pool's.
 """
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -43,16 +44,21 @@ class KVPool:
         return self._bytes[block_id * self.block_nbytes : (block_id + 1) * self.block_nbytes]
 
     def write(self, block_id: int, data: bytes | bytearray | memoryview) -> None:
-        """Copies one whole block into the pool. ValueError and no change for an unknown block or a wrong size."""
-        self._require_block(block_id)
+        """Copies one whole block into the pool. ValueError and no change as for `view`, and for a wrong size."""
+        target = self.view(block_id)
         source = memoryview(data).cast("B")
         if source.nbytes != self.block_nbytes:
             raise ValueError(f"a block has {self.block_nbytes} bytes, not {source.nbytes}")
-        if self._bytes is not None:
-            self.view(block_id)[:] = source
-        else:
-            block = torch.frombuffer(bytearray(source), dtype=self.tensor.dtype)
-            self.tensor[block_id].copy_(block.view(self.layout.block_shape))
+        target[:] = source
+
+    def lend(self, block_ids: Iterable[int]) -> None:
+        """Nothing to wait for: what the engine thread has written to host memory is there for the KV thread."""
+
+    def copy_block(self, source: int, target: int) -> None:
+        """On the engine thread: `target` becomes a copy of `source`."""
+        self._require_block(source)
+        self._require_block(target)
+        self.tensor[target].copy_(self.tensor[source])
 
     def clear(self, block_ids: Sequence[int]) -> None:
         """Sets whole blocks to zero."""

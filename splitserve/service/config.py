@@ -52,6 +52,13 @@ def parse_cores(text: str) -> tuple[int, ...]:
     return tuple(cores)
 
 
+def parse_device(text: str) -> str:
+    """Checks the words only: whether there is such a device, the engine finds out."""
+    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", text) is None:
+        raise ValueError(f"{text!r} is not a device such as auto, cpu, cuda or cuda:1")
+    return text
+
+
 def _converter(parse: Callable[[str], Any]) -> Parameter:
     def convert(_type: Any, tokens: Sequence[cyclopts.Token]) -> Any:
         return parse(tokens[0].value)
@@ -62,6 +69,7 @@ def _converter(parse: Callable[[str], Any]) -> Parameter:
 Size = Annotated[int, _converter(parse_size)]
 Duration = Annotated[float, _converter(parse_duration)]
 Positive = Annotated[int, Parameter(validator=cyclopts.validators.Number(gte=1))]
+Device = Annotated[str, _converter(parse_device)]
 Cores = Annotated[tuple[int, ...], _converter(parse_cores)]
 
 

@@ -6,7 +6,7 @@ The front parses them and hands them to its engine process unchanged.
 from dataclasses import dataclass
 from typing import Literal
 
-from splitserve.service.config import Cores, Duration, Positive, Size
+from splitserve.service.config import Cores, Device, Duration, Positive, Size
 
 DType = Literal["auto", "bfloat16", "float32"]
 
@@ -21,8 +21,8 @@ class WorkerConfig:
     "The name that requests use; default: the model's own."
     dtype: DType = "auto"
     "auto: bfloat16 where the processor has bfloat16 units, else float32."
-    device: Literal["auto", "cpu"] = "auto"
-    "auto or cpu."
+    device: Device = "auto"
+    "auto, cpu, cuda or cuda:N; auto: the first CUDA device, or the processor where there is none."
     block_size: Positive = 16
     "Tokens in one KV block."
     max_model_len: Positive | None = None

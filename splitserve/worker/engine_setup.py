@@ -10,18 +10,19 @@ import torch
 from kvtransfer.agent import KVAgent
 from kvtransfer.events import KVEvent
 from kvtransfer.fingerprint import Fingerprint
+from kvtransfer.store import BlockStore
+from splitserve.engine.device import choose_device
 from splitserve.engine.layout import KVLayout
 from splitserve.engine.loading import load_runner
+from splitserve.engine.pool import KVPool
 from splitserve.engine.runner import ModelRunner
+from splitserve.engine.staging import CudaLane, StagedStore
 from splitserve.engine.trust import Trust
 from splitserve.models.description import ModelDescription
 from splitserve.models.locate import locate_model
 from splitserve.worker import messages
 from splitserve.worker.config import WorkerConfig
 from splitserve.worker.kv import TRANSPORTS, make_agent
-
-# What --device names, in torch's words.
-_DEVICES = {"auto": "cpu", "cpu": "cpu"}
 
 Publish = Callable[[messages.Report], None]
 
@@ -61,11 +62,12 @@ def build_context(
         allow_pickle=config.allow_pickle,
     )
     torch.set_num_threads(config.threads)
-    with _pinned(config.cores):
+    device = choose_device(config.device)
+    with _pinned(config.cores), _memory_errors(device):
         runner = load_runner(
             description.directory,
             dtype=config.dtype,
-            device=_DEVICES[config.device],
+            device=str(device),
             block_size=config.block_size,
             kv_cache_bytes=config.kv_cache_memory,
             progress=progress,
@@ -73,7 +75,7 @@ def build_context(
         )
     fingerprint = model_fingerprint(config.served_model_name or description.name, description.revision, runner.layout)
     # Started unpinned: the KV thread and ZeroMQ's I/O thread inherit every core, so that they stay off the engine's.
-    agent = make_agent(config, configure.worker_id, fingerprint, runner.pool, on_event)
+    agent = make_agent(config, configure.worker_id, fingerprint, block_store(runner.pool), on_event)
     agent.start()
     if config.cores:
         os.sched_setaffinity(0, config.cores)
@@ -101,7 +103,7 @@ def ready_report(context: EngineContext) -> messages.Ready:
         long_prefill_threshold=config.long_prefill_threshold,
         max_model_len=context.max_model_len,
         kv_endpoint=context.agent.endpoint,
-        device=_DEVICES[config.device],
+        device=str(runner.pool.tensor.device),
         transport=TRANSPORTS[config.kv_transport],
         numerics=runner.numerics,
         recompute_exact=runner.recompute_exact,
@@ -121,6 +123,21 @@ def model_fingerprint(model: str, revision: str, layout: KVLayout) -> Fingerprin
         tp_rank=0,
         tp_size=1,
     )
+
+
+def block_store(pool: KVPool) -> BlockStore:
+    """What the KV thread works on: the pool itself in host memory, copies of its blocks where it is a device's."""
+    device = pool.tensor.device
+    return pool if device.type == "cpu" else StagedStore(pool, CudaLane(device))
+
+
+@contextmanager
+def _memory_errors(device: torch.device) -> Iterator[None]:
+    """A device that is too small is a wrong setting, no failure: ValueError."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"model and KV pool do not fit into the memory of {device}: {error}") from error
 
 
 @contextmanager

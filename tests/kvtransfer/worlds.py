@@ -1,7 +1,7 @@
 """Workers without a model: a bytearray for a pool, an agent, and the events it gave; over either carrier."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -38,6 +38,9 @@ class ByteStore:
         self.block_nbytes = block_nbytes
         self.num_blocks = num_blocks
         self._memory = memoryview(bytearray(num_blocks * block_nbytes))
+
+    def lend(self, block_ids: Iterable[int]) -> None:
+        pass
 
     def view(self, block_id: int) -> memoryview:
         if not 0 <= block_id < self.num_blocks:
