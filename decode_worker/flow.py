@@ -2,6 +2,8 @@
 
 Runs on the engine thread and owns reservations, sequences and the allocator. While a transfer is open its blocks belong
 to the KV thread: this side neither reads nor frees them, and takes them back only with the transfer's terminal event.
+What the prefix cache holds already is pinned instead and not sent. Blocks enter the cache when their transfer has been
+verified, or when decoding has filled them.
 """
 
 import time
@@ -16,7 +18,6 @@ from decode_worker.state import Phase, Reservation, Sequence
 from kvtransfer import events
 from kvtransfer.ticket import Ticket
 from splitserve.engine.batch import Segment
-from splitserve.engine.block_keys import block_keys
 from splitserve.service.reasons import Reason
 from splitserve.worker import messages
 from splitserve.worker.engine_setup import EngineContext
@@ -78,10 +79,16 @@ class DecodeEngine(EngineBase):
         if num_held + len(samples) > self._context.config.max_num_seqs:
             self._refuse(command, Reason.NO_ROOM, f"{num_held} sequences run or are reserved already")
             return
-        blocks = self._allocator.reserve(num_full + len(samples))
-        if blocks is None:
+        if num_full + len(samples) > self._allocator.available:
             self._refuse(command, Reason.NO_ROOM, self._no_room(num_full + len(samples)))
             return
+        keys, reads_cache = self._key_chain(token_ids), self._reads_cache(command.start)
+        cached = self._pin_cached(keys, reads_cache=reads_cache)
+        reserved = self._allocator.reserve(num_full + len(samples) - len(cached))
+        assert reserved is not None, "room is judged without hits"
+        if reads_cache:
+            self._count_lookup(len(token_ids), len(cached) * self._layout.block_size)
+        blocks = cached + reserved
         reservation = Reservation(
             attempt=command.attempt,
             session=command.session,
@@ -90,6 +97,8 @@ class DecodeEngine(EngineBase):
             samples=samples,
             num_prompt=len(command.start.prompt_ids),
             token_ids=token_ids,
+            keys=keys,
+            num_cached_blocks=len(cached),
             full_blocks=blocks[:num_full],
             own_blocks=blocks[num_full:],
             deadline=time.monotonic() + command.timeout_s,
@@ -101,12 +110,15 @@ class DecodeEngine(EngineBase):
     def _open_transfer(self, reservation: Reservation, timeout_s: float) -> None:
         num_blocks = self._layout.blocks_for(len(reservation.token_ids))
         self._agent.expect(
-            reservation.transfer_id, reservation.blocks[:num_blocks], num_cached_blocks=0, timeout_s=timeout_s
+            reservation.transfer_id,
+            reservation.blocks[:num_blocks],
+            num_cached_blocks=reservation.num_cached_blocks,
+            timeout_s=timeout_s,
         )
         ticket = Ticket(
             transfer_id=reservation.transfer_id,
             sink_worker_id=self._context.worker_id,
-            num_cached_blocks=0,
+            num_cached_blocks=reservation.num_cached_blocks,
             num_blocks=num_blocks,
         )
         # Before the answer, so that a router never sees the answer without the room that it took.
@@ -121,7 +133,7 @@ class DecodeEngine(EngineBase):
         if reservation is None:
             log.warning("a transfer completed that nobody waits for", transfer=event.transfer_id)
             return
-        self._allocator.adopt(reservation.blocks)
+        self._allocator.adopt(reservation.reserved_blocks)
         try:
             tokens = self._first_tokens(reservation, event)
         except (msgspec.MsgspecError, ValueError) as error:
@@ -129,6 +141,7 @@ class DecodeEngine(EngineBase):
             message = f"the prefill worker's Finish is not what was asked for: {error}"
             self._report_end(reservation, Reason.INVALID, message)
             return
+        self._cache(reservation.full_blocks, reservation.keys.complete)
         if reservation.phase is Phase.CLOSING:
             self._allocator.release(reservation.blocks)
             return
@@ -138,8 +151,7 @@ class DecodeEngine(EngineBase):
 
     def _first_tokens(self, reservation: Reservation, event: events.TransferComplete) -> list[messages.Token]:
         """Raises ValueError when the blocks are those of other tokens, or the tokens are not the next ones."""
-        keys = block_keys(reservation.token_ids, self._layout.block_size, {"model": self._context.fingerprint.model})
-        if event.keys != keys:
+        if event.keys != reservation.keys.all_keys(reservation.token_ids):
             raise ValueError("its blocks belong to other tokens")
         tokens = decode_finish(event.payload)
         expected = [(sample.index, len(sample.output_ids)) for sample in reservation.samples]
@@ -167,6 +179,7 @@ class DecodeEngine(EngineBase):
                     sample=sample.index,
                     num_prompt=reservation.num_prompt,
                     token_ids=list(reservation.token_ids),
+                    keys=reservation.keys.fork(),
                     blocks=[*reservation.full_blocks, own],
                     traceparent=reservation.traceparent,
                 )
@@ -176,7 +189,8 @@ class DecodeEngine(EngineBase):
     def _transfer_failed(self, transfer_id: str, detail: str) -> None:
         reservation = self._taken_back(transfer_id)
         if reservation is not None:
-            self._allocator.cancel_reservation(reservation.blocks)
+            self._allocator.cancel_reservation(reservation.reserved_blocks)
+            self._allocator.release(reservation.pinned_blocks)
             self._report_end(reservation, Reason.TRANSFER_FAILED, detail)
 
     def _taken_back(self, transfer_id: str) -> Reservation | None:
@@ -236,6 +250,8 @@ class DecodeEngine(EngineBase):
         logits = self._runner.run(
             [Segment([s.token_ids[-1]], len(s.token_ids) - 1, s.blocks, wants_logits=True) for s in batch]
         )
+        for sequence in batch:
+            self._cache_filled(sequence)
         draws = [Draw(s.params, s.sample, s.history) for s in batch]
         tokens = draw_tokens(logits, draws, self._eos_token_ids, self._max_len)
         for sequence, token in zip(batch, tokens, strict=True):
@@ -246,12 +262,23 @@ class DecodeEngine(EngineBase):
         )
         return True
 
+    def _cache_filled(self, sequence: Sequence) -> None:
+        """Offers the block that the token just computed has completed, if it has: the next turn of a chat finds it."""
+        num_full, rest = divmod(len(sequence.token_ids), self._layout.block_size)
+        if rest == 0:
+            sequence.keys.extend(sequence.token_ids)
+            self._cache(sequence.blocks[num_full - 1 : num_full], sequence.keys.complete[num_full - 1 :])
+
     def _plan(self) -> StepPlan:
         incomplete = [r for r in self._reservations.values() if r.phase is Phase.RECEIVING]
+        running = list(self._running.values())
+        # With a block for each nobody has to give way, and there is nothing to count.
+        is_tight = self._allocator.available < len(running)
+        released = self._allocator.count_released([s.blocks for s in running]) if is_tight else [0] * len(running)
         return plan_step(
             [
-                SequenceView(s.key, len(s.token_ids), len(s.blocks), self._allocator.count_unshared(s.blocks))
-                for s in self._running.values()
+                SequenceView(s.key, len(s.token_ids), len(s.blocks), num_released)
+                for s, num_released in zip(running, released, strict=True)
             ],
             [reservation.attempt for reservation in incomplete],
             revoking=len(incomplete) < len(self._reservations),

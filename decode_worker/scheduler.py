@@ -12,7 +12,7 @@ class SequenceView:
     num_tokens: int
     num_blocks: int
     num_unshared: int
-    "Blocks that nobody else holds: what its end would free."
+    "Blocks that its end gives back, once all younger sequences have ended."
 
 
 @dataclass(slots=True)

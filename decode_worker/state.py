@@ -3,6 +3,7 @@
 import enum
 from dataclasses import dataclass, field
 
+from splitserve.engine.block_keys import KeyChain
 from splitserve.engine.history import TokenHistory
 from splitserve.engine.sampling_params import SamplingParams
 from splitserve.worker import messages
@@ -16,10 +17,11 @@ class Phase(enum.Enum):
 
 @dataclass(slots=True)
 class Reservation:
-    """Room for an attempt. Its blocks are the KV thread's until the transfer's terminal event.
+    """Room for an attempt. Its reserved blocks are the KV thread's until the transfer's terminal event.
 
-    `full_blocks` hold whole blocks of `token_ids`, which all samples will share. `own_blocks` has one block per sample,
-    for the rest of the tokens and the first decoded one; the transfer fills the first of them.
+    `full_blocks` hold whole blocks of `token_ids`, which all samples will share; the first `num_cached_blocks` of them
+    came from the prefix cache and are pinned, the others are reserved. `own_blocks` has one block per sample, for the
+    rest of the tokens and the first decoded one; the transfer fills the first of them.
     """
 
     attempt: str
@@ -29,6 +31,8 @@ class Reservation:
     samples: list[messages.Sample]
     num_prompt: int
     token_ids: list[int]
+    keys: KeyChain
+    num_cached_blocks: int
     full_blocks: list[int]
     own_blocks: list[int]
     deadline: float
@@ -39,11 +43,19 @@ class Reservation:
     def blocks(self) -> list[int]:
         return self.full_blocks + self.own_blocks
 
+    @property
+    def pinned_blocks(self) -> list[int]:
+        return self.full_blocks[: self.num_cached_blocks]
+
+    @property
+    def reserved_blocks(self) -> list[int]:
+        return self.blocks[self.num_cached_blocks :]
+
 
 @dataclass(slots=True)
 class Sequence:
-    """A running sample. `token_ids` is prompt + outputs; the last one's KV is not in the pool yet. `history` is the
-    sampler's view of them."""
+    """A running sample. `token_ids` is prompt + outputs; the last one's KV is not in the pool yet. `keys` names the
+    blocks that are complete, `history` is the sampler's view of the tokens."""
 
     attempt: str
     session: int
@@ -51,6 +63,7 @@ class Sequence:
     sample: int
     num_prompt: int
     token_ids: list[int]
+    keys: KeyChain
     blocks: list[int]
     traceparent: str
     history: TokenHistory = field(init=False)

@@ -2,23 +2,22 @@
 
 Runs on the engine thread and owns the attempts and the allocator. An attempt's blocks are in use from admission until
 its transfer has ended one way or the other, because until then the KV thread may still read them. Every path out of
-here, refusal apart, therefore leads through the transfer's terminal event.
+here, refusal apart, therefore leads through the transfer's terminal event. A block enters the prefix cache as soon as
+all its tokens are computed, so the next prompt that begins alike finds it even while this one is under way.
 """
 
 import time
-from dataclasses import dataclass, field
 
 import structlog
 import torch
 
 from kvtransfer import events
-from kvtransfer.ticket import Ticket
 from prefill_worker.prompt_logprobs import limit_scored, score_chunk
 from prefill_worker.scheduler import Chunk, PromptView, plan_step, tokens_ahead
+from prefill_worker.state import PrefillAttempt
 from splitserve.engine.batch import Segment
-from splitserve.engine.block_keys import block_keys
+from splitserve.engine.block_keys import KeyChain
 from splitserve.engine.history import TokenHistory
-from splitserve.engine.sampling_params import SamplingParams
 from splitserve.service.reasons import Reason
 from splitserve.worker import messages
 from splitserve.worker.engine_setup import EngineContext
@@ -30,31 +29,6 @@ from splitserve.worker.sampling import Draw, draw_tokens, sampling_params, start
 log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 NOT_FINITE = "the model's logits are not finite"
-
-
-@dataclass(slots=True)
-class PrefillAttempt:
-    """A prompt being computed or sent: `num_computed` tokens are in `blocks`, `num_sent` blocks are on their way."""
-
-    attempt: str
-    session: int
-    ticket: Ticket
-    params: SamplingParams
-    samples: list[messages.Sample]
-    num_prompt: int
-    token_ids: list[int]
-    blocks: list[int]
-    deadline: float
-    num_prompt_logprobs: int | None = None
-    "Likeliest tokens to tell with each prompt token; None: the prompt's logprobs are not wanted."
-    num_computed: int = 0
-    num_sent: int = 0
-    released: bool = field(default=False)
-    "Nobody wants the result any more: no more chunks, no reports."
-
-    @property
-    def is_computing(self) -> bool:
-        return not self.released and self.num_computed < len(self.token_ids)
 
 
 class PrefillEngine(EngineBase):
@@ -99,10 +73,11 @@ class PrefillEngine(EngineBase):
         if refusal := self._too_large(len(token_ids), num_blocks):
             self._refuse(command, Reason.TOO_LARGE, refusal)
             return
-        blocks = self._allocator.allocate(num_blocks)
-        if blocks is None:
+        if num_blocks > self._allocator.available:
             self._refuse(command, Reason.NO_ROOM, self._no_room(num_blocks))
             return
+        keys, reads_cache = self._key_chain(token_ids), self._reads_cache(command.start)
+        blocks, num_cached = self._take_blocks(len(token_ids), keys, reads_cache=reads_cache)
         attempt = PrefillAttempt(
             attempt=command.attempt,
             session=command.session,
@@ -111,17 +86,44 @@ class PrefillEngine(EngineBase):
             samples=samples,
             num_prompt=len(command.start.prompt_ids),
             token_ids=token_ids,
+            keys=keys,
             blocks=blocks,
             deadline=time.monotonic() + command.timeout_s,
-            num_prompt_logprobs=command.start.limits.prompt_logprobs,
+            num_cached=num_cached,
+            num_computed=num_cached,
             num_sent=command.ticket.num_cached_blocks,
+            num_prompt_logprobs=command.start.limits.prompt_logprobs,
         )
         self._attempts[attempt.attempt] = attempt
         self._by_transfer[attempt.ticket.transfer_id] = attempt
         self._agent.open(attempt.ticket)
         # Before the answer, so that a router never sees the answer without the room that it took.
         self._publish(self.load())
-        self._publish(messages.Accepted(session=command.session, attempt=command.attempt))
+        self._publish(messages.Accepted(session=command.session, attempt=command.attempt, num_cached_tokens=num_cached))
+        if reads_cache:
+            self._count_lookup(len(token_ids), num_cached)
+        self._push_blocks(attempt, num_cached // self._layout.block_size)
+
+    def _take_blocks(self, num_tokens: int, keys: KeyChain, *, reads_cache: bool) -> tuple[list[int], int]:
+        """Blocks for all tokens, cached ones first, and how many tokens need not be computed: never all of them.
+
+        The caller has found room for all blocks, which is more than enough for those that are not cached.
+        """
+        cached = self._pin_cached(keys, reads_cache=reads_cache)
+        num_cached = len(cached) * self._layout.block_size
+        if num_cached < num_tokens:
+            fresh = self._allocator.allocate(self._layout.blocks_for(num_tokens) - len(cached))
+            assert fresh is not None, "room is judged without hits"
+            return cached + fresh, num_cached
+        # The last token has to be computed for its logits. Its K and V come out the same, but a block that others read
+        # or that is on its way to a decode worker is not written, so they go to a copy.
+        last = cached.pop()
+        self._allocator.release([last])
+        own = self._allocator.allocate(1)
+        assert own is not None, "a block has just been released"
+        if own != [last]:  # else it was the last one to be evicted: ours now, bytes and all
+            self._runner.pool.copy_block(last, own[0])
+        return cached + own, num_tokens - 1
 
     def _release(self, attempt: PrefillAttempt | None, reason: str) -> None:
         if attempt is not None and not attempt.released:
@@ -186,12 +188,19 @@ class PrefillEngine(EngineBase):
 
     def _computed(self, attempt: PrefillAttempt, chunk: Chunk, logits: torch.Tensor) -> None:
         attempt.num_computed += chunk.length
+        self._cache_computed(attempt, chunk)
         if attempt.num_prompt_logprobs is not None and not self._publish_prompt_logprobs(attempt, chunk, logits):
             self._end(attempt, Reason.INTERNAL, NOT_FINITE)
         elif attempt.is_computing:
             self._push_blocks(attempt, attempt.num_computed // self._layout.block_size)
         else:
             self._draw_first_tokens(attempt, logits[-1])
+
+    def _cache_computed(self, attempt: PrefillAttempt, chunk: Chunk) -> None:
+        """Offers the blocks that the chunk has completed to the prefix cache."""
+        size = self._layout.block_size
+        completed = slice(chunk.start // size, (chunk.start + chunk.length) // size)
+        self._cache(attempt.blocks[completed], attempt.keys.complete[completed])
 
     def _publish_prompt_logprobs(self, attempt: PrefillAttempt, chunk: Chunk, logits: torch.Tensor) -> bool:
         """False where the logits are not finite."""
@@ -240,21 +249,21 @@ class PrefillEngine(EngineBase):
                 session=attempt.session,
                 attempt=attempt.attempt,
                 tokens=tokens,
-                num_cached_tokens=0,
-                num_computed_tokens=len(attempt.token_ids),
+                num_computed_tokens=len(attempt.token_ids) - attempt.num_cached,
             )
         )
         self._push_blocks(attempt, len(attempt.blocks))
-        keys = block_keys(attempt.token_ids, self._layout.block_size, {"model": self._context.fingerprint.model})
+        keys = attempt.keys.all_keys(attempt.token_ids)
         self._agent.finish(attempt.ticket.transfer_id, keys, encode_finish(tokens))
 
     def load(self) -> messages.Load:
         prompts = self._prompts()
+        num_started = sum(attempt.is_computing and attempt.has_started for attempt in self._attempts.values())
         return load_report(
             self._allocator.counts,
             self._agent.stats(),
-            num_running=sum(prompt.num_computed > 0 for prompt in prompts),
-            num_waiting=sum(prompt.num_computed == 0 for prompt in prompts),
+            num_running=num_started,
+            num_waiting=len(prompts) - num_started,
             waiting_tokens=sum(prompt.num_left for prompt in prompts),
             tokens_ahead=tokens_ahead(prompts, self._threshold),
         )

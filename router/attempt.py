@@ -178,15 +178,23 @@ class Attempt:
             self._is_handed_over = True
             self.prefill.channel.prefill(self.attempt_id, start, ticket, self._config.prefill_timeout, traceparent)
             try:
-                event = await self._next(self.prefill, self._answer_timeout, seconds_left)
+                await self._accepted(seconds_left)
+                return
             except AttemptLostError as lost:
                 refused.add(self.prefill.worker_id)
                 may_go_on = not lost.is_failure and lost.worker == self.prefill.worker_id and clock() < until
                 if may_go_on and another_prefill(self, refused):
                     continue
                 raise
-            if isinstance(event, Accepted):
-                return
+
+    async def _accepted(self, seconds_left: Callable[[], float]) -> None:
+        """Waits for the prefill worker's word. With all of it cached, decode's first token may overtake it."""
+        early = []
+        while not isinstance(event := await self._next(self.prefill, self._answer_timeout, seconds_left), Accepted):
+            early.append(event)
+        self.num_cached_tokens = event.num_cached_tokens
+        for overtaking in early:
+            self.deliver(overtaking)
 
     async def _next(self, awaited: Worker, limit_s: float, seconds_left: Callable[[], float]) -> AttemptEvent:
         """The next event that is not the attempt's end; `awaited` is at fault if there is none within `limit_s`.
@@ -271,9 +279,8 @@ class Attempt:
 
     def _arrived(self, event: AttemptEvent) -> tuple[TokenArrived, ...]:
         match event:
-            case FirstTokensArrived(tokens=tokens, num_cached_tokens=cached):
+            case FirstTokensArrived(tokens=tokens):
                 self._has_first_token = True
-                self.num_cached_tokens += cached
                 return tokens
             case TokenArrived():
                 self._has_first_token = self._decode_spoke = True

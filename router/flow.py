@@ -122,6 +122,7 @@ class RequestFlow:
         self, samples: tuple[int, ...]
     ) -> AsyncGenerator[TokenArrived | PromptLogprobsArrived, None]:
         start = self._start(samples)
+        is_continued = any(self._outputs.values())
         waiting, self._waiting = self._waiting, None
         attempt = self._attempt = await self._granted(waiting or self._enqueue(start))
         self.attempts += 1
@@ -137,7 +138,9 @@ class RequestFlow:
                 async for token in tokens:
                     yield token
         finally:
-            self.cached_tokens += attempt.num_cached_tokens if self.attempts == 1 else 0
+            if not is_continued:
+                # What a later attempt finds is, in part, what this request has left there itself.
+                self.cached_tokens = attempt.num_cached_tokens
             self._let_go("the attempt has ended")
 
     async def _granted(self, waiting: Waiting) -> Attempt:

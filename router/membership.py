@@ -126,8 +126,8 @@ class Membership:
 
     def kv_cache_usage(self) -> float:
         total = sum(worker.identity.num_blocks for worker in self)
-        free = sum(worker.load.blocks_free for worker in self)
-        return 1 - free / total if total else 0.0
+        taken = sum(worker.load.blocks_in_use + worker.load.blocks_reserved for worker in self)
+        return taken / total if total else 0.0
 
     def num_running(self) -> int:
         return sum(len(worker.attempts) for worker in self.of_role(Role.DECODE))

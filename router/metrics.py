@@ -93,7 +93,7 @@ class RouterMetrics:
         self._gauge("num_requests_running", "Requests that have at least one worker.").set_function(running)
         self._gauge("num_requests_waiting", "Requests in the router's queue.").set_function(waiting)
         self._gauge(
-            "kv_cache_usage_perc", "Share of all workers' KV blocks that are not free; 1 is full."
+            "kv_cache_usage_perc", "Share of all workers' KV blocks in use or reserved; 1 is full."
         ).set_function(kv_cache_usage)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:

@@ -96,7 +96,7 @@ def to_event(worker: Worker, message: pb.WorkerMessage) -> tuple[str, AttemptEve
         case "reserved":
             return message.reserved.attempt_id, Reserved(ticket_from_proto(message.reserved.ticket))
         case "accepted":
-            return message.accepted.attempt_id, Accepted()
+            return message.accepted.attempt_id, Accepted(message.accepted.num_cached_tokens)
         case "refused":
             refused = message.refused
             reason = REASON_FROM_PROTO.get(refused.reason, Reason.INTERNAL)
@@ -107,7 +107,7 @@ def to_event(worker: Worker, message: pb.WorkerMessage) -> tuple[str, AttemptEve
         case "first_tokens":
             first = message.first_tokens
             tokens = tuple(to_token(worker, token) for token in first.tokens)
-            return first.attempt_id, FirstTokensArrived(tokens, first.num_cached_tokens)
+            return first.attempt_id, FirstTokensArrived(tokens)
         case "attempt_ended":
             ended = message.attempt_ended
             reason = REASON_FROM_PROTO.get(ended.reason, Reason.INTERNAL)

@@ -45,7 +45,7 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    pass
+    num_cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,6 @@ class PromptLogprobsArrived:
 @dataclass(frozen=True, slots=True)
 class FirstTokensArrived:
     tokens: tuple[TokenArrived, ...]
-    num_cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,6 +85,8 @@ class UpConfig:
     "A longer prompt gets this many tokens of a step while others wait; default, and at most: half of the step."
     kv_cache_memory: Size | None = None
     "Size of each worker's KV pool, such as 2GiB."
+    enable_prefix_caching: Annotated[bool, Parameter(negative="--no-enable-prefix-caching")] = True
+    "Keep the blocks of ended sequences while there is room, and use them again where tokens are the same."
     kv_transport: Literal["auto", "zmq"] | None = None
     "How KV blocks travel."
     threads: Positive | None = None
@@ -188,6 +190,7 @@ def _specs(
     model: Model,
 ) -> list[ChildSpec]:
     given: dict[str, Any] = {name.replace("_", "-"): getattr(config, name) for name in _WORKER_FLAGS}
+    given["no-enable-prefix-caching"] = not config.enable_prefix_caching
     flags = {name: value for name, value in given.items() if value is not None}
     return [router_spec(roles, model, ports), *worker_specs(roles, model, ports, placements, flags)]
 

@@ -2,12 +2,17 @@
 
 Owned by the engine thread alone; pure bookkeeping, no memory and no torch. "Does not fit now" is a normal return
 (None); a misuse raises ValueError and changes nothing.
+
+A block in use whose bytes are complete may enter the prefix cache under its key (`cache`). From then on whoever needs
+the same tokens pins it instead of computing them (`pin`). When its last user lets go it stays, evictable, as cached.
 """
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+
+from splitserve.engine.prefix_cache import PrefixCache
 
 
 class BlockState(Enum):
@@ -35,6 +40,7 @@ class BlockAllocator:
         self._states = [BlockState.FREE] * num_blocks
         self._references = [0] * num_blocks
         self._free = deque(range(num_blocks))
+        self._cache = PrefixCache()
         self._counts: Counter[BlockState] = Counter({BlockState.FREE: num_blocks})
 
     @property
@@ -53,11 +59,14 @@ class BlockAllocator:
         return self._counts[BlockState.FREE] + self._counts[BlockState.CACHED]
 
     def reserve(self, num_blocks: int) -> list[int] | None:
-        """Takes free blocks for a transfer, or None when there are not enough."""
+        """Takes free and evicted blocks for a transfer, or None when there are not enough."""
         return self._take(num_blocks, BlockState.RESERVED)
 
     def allocate(self, num_blocks: int) -> list[int] | None:
-        """Takes free blocks for a sequence with one reference each, or None when there are not enough."""
+        """Takes free and evicted blocks for a sequence, one reference each, or None when there are not enough.
+
+        The least recently used are evicted first. Their bytes stay what they were until the new owner writes.
+        """
         return self._take(num_blocks, BlockState.IN_USE)
 
     def adopt(self, blocks: Sequence[int]) -> None:
@@ -79,17 +88,56 @@ class BlockAllocator:
         for block in blocks:
             self._references[block] += 1
 
-    def count_unshared(self, blocks: Sequence[int]) -> int:
-        """How many of these have one reference: what a release of all would free."""
-        return sum(self._references[block] == 1 for block in blocks)
+    def pin(self, keys: Sequence[bytes]) -> list[int]:
+        """The cached blocks of the longest run of leading keys, with one more reference on each."""
+        blocks = self._cache.leading_blocks(keys)
+        for block in blocks:
+            if self._references[block] == 0:
+                self._cache.revive(block)
+                self._set_state(block, BlockState.IN_USE)
+            self._references[block] += 1
+        return blocks
+
+    def cache(self, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
+        """Enters blocks in use, complete and never written again, into the prefix cache under their keys.
+
+        A second copy of a cached key stays outside, private to its sequence, and is free once that lets go.
+        """
+        self._require(blocks, BlockState.IN_USE)
+        if len(blocks) != len(keys):
+            raise ValueError(f"{len(keys)} keys for {len(blocks)} blocks")
+        for block, key in zip(blocks, keys, strict=True):
+            if self._cache.key_of(block) not in (None, key):
+                raise ValueError(f"block {block} is cached under another key")
+        for block, key in zip(blocks, keys, strict=True):
+            self._cache.enter(block, key)
+
+    def count_released(self, tables: Sequence[Sequence[int]]) -> list[int]:
+        """For each of these holders, how many blocks its release makes available once all after it have released.
+
+        So the sum over any last ones of `tables` is what they give back together, shared blocks included.
+        """
+        references = dict[int, int]()
+        counts = []
+        for blocks in reversed(tables):
+            count = 0
+            for block in blocks:
+                left = references.get(block, self._references[block]) - 1
+                references[block] = left
+                count += left == 0
+            counts.append(count)
+        return counts[::-1]
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One reference less on each block; at none it is free."""
+        """One reference less on each block of a sequence, in its order; with none left it is cached or free.
+
+        Of those that stay cached the later ones are evicted first: without what comes before they are of no use.
+        """
         self._require(blocks, BlockState.IN_USE)
-        for block in blocks:
+        for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block] == 0:
-                self._set_free(block)
+                self._let_go(block)
 
     def check(self) -> None:
         """Verifies every rule of the bookkeeping; ValueError names the first that is broken."""
@@ -99,8 +147,13 @@ class BlockAllocator:
                 raise ValueError(f"block {block} is {state.value} but {free[block]} times in the free list")
             if (references > 0) != (state is BlockState.IN_USE) or references < 0:
                 raise ValueError(f"block {block} is {state.value} with {references} references")
+            if (state is BlockState.CACHED) != self._cache.is_unused(block):
+                raise ValueError(f"block {block} is {state.value}, which its place in the order of eviction denies")
+            if state in (BlockState.FREE, BlockState.RESERVED) and block in self._cache:
+                raise ValueError(f"block {block} is {state.value} with a key in the cache")
         if len(self._free) != sum(state is BlockState.FREE for state in self._states):
             raise ValueError("the free list names blocks that do not exist")
+        self._cache.check(len(self._states))
         actual = Counter(self._states)
         for state in BlockState:
             if actual[state] != self._counts[state]:
@@ -116,8 +169,10 @@ class BlockAllocator:
     def _take(self, num_blocks: int, state: BlockState) -> list[int] | None:
         if num_blocks < 0:
             raise ValueError(f"cannot take {num_blocks} blocks")
-        if num_blocks > len(self._free):
+        if num_blocks > self.available:
             return None
+        while len(self._free) < num_blocks:
+            self._set_free(self._cache.evict())
         blocks = [self._free.popleft() for _ in range(num_blocks)]
         for block in blocks:
             self._set_state(block, state)
@@ -134,6 +189,13 @@ class BlockAllocator:
             if self._states[block] is not state:
                 raise ValueError(f"block {block} is {self._states[block].value}, not {state.value}")
             seen.add(block)
+
+    def _let_go(self, block: int) -> None:
+        if block in self._cache:
+            self._set_state(block, BlockState.CACHED)
+            self._cache.retire(block)
+        else:
+            self._set_free(block)
 
     def _set_free(self, block: int) -> None:
         self._set_state(block, BlockState.FREE)

@@ -80,7 +80,7 @@ class WorkerMetrics:
         )
         usage = Gauge(
             "splitserve_kv_cache_usage_perc",
-            "Share of KV blocks that are not free; 1 is full.",
+            "Share of KV blocks in use or reserved; 1 is full.",
             ["model"],
             registry=registry,
         )
@@ -90,8 +90,16 @@ class WorkerMetrics:
         generation_tokens = Counter(
             "splitserve_generation_tokens", "Output tokens sampled by this worker.", ["model"], registry=registry
         )
+        queries = Counter(
+            "splitserve_prefix_cache_queries",
+            "Tokens looked up in this worker's prefix cache.",
+            ["model"],
+            registry=registry,
+        )
+        hits = Counter("splitserve_prefix_cache_hits", "Tokens found there.", ["model"], registry=registry)
         self._running, self._waiting, self._usage = running.labels(model), waiting.labels(model), usage.labels(model)
         self._prompt_tokens, self._generation_tokens = prompt_tokens.labels(model), generation_tokens.labels(model)
+        self._cache_queries, self._cache_hits = queries.labels(model), hits.labels(model)
         self._transfer_bytes = Counter(
             "splitserve_kv_transfer_bytes",
             "Bytes of KV blocks in completed transfers.",
@@ -122,6 +130,10 @@ class WorkerMetrics:
 
     def count_generation_tokens(self, num_tokens: int) -> None:
         self._generation_tokens.inc(num_tokens)
+
+    def count_cache_lookup(self, *, num_tokens: int, num_cached_tokens: int) -> None:
+        self._cache_queries.inc(num_tokens)
+        self._cache_hits.inc(num_cached_tokens)
 
     def count_transfer(self, *, transport: str, side: str, num_bytes: int, seconds: float) -> None:
         """One completed transfer; `side` is "source" or "sink"."""

@@ -790,15 +790,19 @@ class Accepted(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ATTEMPT_ID_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.str
+    num_cached_tokens: _builtins.int
+    """Tokens that come from the prefill worker's prefix cache and are not computed."""
     def __init__(
         self,
         *,
         attempt_id: _builtins.str = ...,
+        num_cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "num_cached_tokens", b"num_cached_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -837,10 +841,7 @@ class FirstTokens(_message.Message):
 
     ATTEMPT_ID_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
-    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.str
-    num_cached_tokens: _builtins.int
-    """Prompt tokens that came from the prefill worker's prefix cache."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___Token]: ...
     def __init__(
@@ -848,11 +849,10 @@ class FirstTokens(_message.Message):
         *,
         attempt_id: _builtins.str = ...,
         tokens: _abc.Iterable[Global___Token] | None = ...,
-        num_cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "num_cached_tokens", b"num_cached_tokens", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

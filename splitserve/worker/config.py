@@ -4,7 +4,9 @@ The front parses them and hands them to its engine process unchanged.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
 
 from splitserve.service.config import Cores, Device, Duration, Positive, Size
 
@@ -35,6 +37,8 @@ class WorkerConfig:
     "A longer prompt gets this many tokens of a step while others wait; default, and at most: half of the step."
     kv_cache_memory: Size = 1 << 30
     "Size of the KV pool, such as 2GiB."
+    enable_prefix_caching: Annotated[bool, Parameter(negative="--no-enable-prefix-caching")] = True
+    "Keep the blocks of ended sequences while there is room, and use them again where tokens are the same."
     threads: Positive = 1
     "Threads that one step computes with."
     cores: Cores | None = None

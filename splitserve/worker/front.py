@@ -168,15 +168,15 @@ class Front:
                 self._links[report.peer] = report
                 for connection in self._joiner.connections.values():
                     connection.send(translate.to_worker_message(report))
-            case messages.TransferReport():
-                self._http.count_transfer(report)
+            case messages.TransferReport() | messages.CacheLookup():
+                self._http.count(report)
             case messages.Progress(text=text):
                 log.info("engine", step=text)
             case messages.Ready() | messages.StartFailed():
                 log.error("unexpected report", type=type(report).__name__)
             case _:
                 if isinstance(report, messages.FirstTokens | messages.StepTokens):
-                    self._http.count_tokens(report)
+                    self._http.count(report)
                 receiver = self._joiner.connections.get(report.session)
                 if receiver is not None:
                     receiver.send(translate.to_worker_message(report))

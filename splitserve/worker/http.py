@@ -58,7 +58,19 @@ class WorkerHttp:
             blocks_total=self._ready.num_blocks,
         )
 
-    def count_transfer(self, report: messages.TransferReport) -> None:
+    def count(self, report: messages.Countable) -> None:
+        match report:
+            case messages.TransferReport():
+                self._count_transfer(report)
+            case messages.CacheLookup(num_tokens=num_tokens, num_cached_tokens=num_cached):
+                self._metrics.count_cache_lookup(num_tokens=num_tokens, num_cached_tokens=num_cached)
+            case messages.FirstTokens(tokens=tokens, num_computed_tokens=num_computed):
+                self._metrics.count_prompt_tokens(num_computed)
+                self._metrics.count_generation_tokens(len(tokens))
+            case messages.StepTokens(tokens=tokens):
+                self._metrics.count_generation_tokens(len(tokens))
+
+    def _count_transfer(self, report: messages.TransferReport) -> None:
         transport = self._ready.transport
         if report.reason:
             self._metrics.count_transfer_failure(transport=transport, side=report.side, reason=report.reason)
@@ -66,10 +78,3 @@ class WorkerHttp:
             self._metrics.count_transfer(
                 transport=transport, side=report.side, num_bytes=report.num_bytes, seconds=report.seconds
             )
-
-    def count_tokens(self, report: messages.FirstTokens | messages.StepTokens) -> None:
-        if isinstance(report, messages.FirstTokens):
-            self._metrics.count_prompt_tokens(report.num_computed_tokens)
-            self._metrics.count_generation_tokens(len(report.tokens))
-        else:
-            self._metrics.count_generation_tokens(len(report.tokens))

@@ -169,8 +169,11 @@ class Reserved(Message, frozen=True):
 
 
 class Accepted(Message, frozen=True):
+    """`num_cached_tokens` of the tokens came from the prefix cache and are not computed."""
+
     session: int
     attempt: str
+    num_cached_tokens: int
 
 
 class Refused(Message, frozen=True):
@@ -193,7 +196,6 @@ class FirstTokens(Message, frozen=True):
     session: int
     attempt: str
     tokens: list[Token]
-    num_cached_tokens: int
     num_computed_tokens: int
 
 
@@ -226,6 +228,13 @@ class TransferReport(Message, frozen=True):
     seconds: float = 0.0
 
 
+class CacheLookup(Message, frozen=True):
+    """What an admitted attempt found in the prefix cache, for the metrics."""
+
+    num_tokens: int
+    num_cached_tokens: int
+
+
 class Load(Message, frozen=True):
     blocks_free: int
     blocks_cached: int
@@ -238,6 +247,9 @@ class Load(Message, frozen=True):
     kv_bytes_sent: int
     kv_bytes_received: int
 
+
+Countable = TransferReport | CacheLookup | FirstTokens | StepTokens
+"What the front's metrics count."
 
 Report = (
     Progress
@@ -252,5 +264,6 @@ Report = (
     | AttemptEnded
     | LinkReport
     | TransferReport
+    | CacheLookup
     | Load
 )

@@ -1,8 +1,11 @@
 """What the engines of both roles have in common: their parts, their books, and the words for refusing and ending."""
 
+from collections.abc import Sequence
+
 import structlog
 
 from splitserve.engine.allocator import BlockAllocator
+from splitserve.engine.block_keys import KeyChain
 from splitserve.service.reasons import Reason
 from splitserve.worker import messages
 from splitserve.worker.engine_setup import EngineContext
@@ -30,6 +33,35 @@ class EngineBase:
         if num_blocks > total:
             return f"{num_tokens} tokens need {num_blocks} blocks: the pool has {total}"
         return None
+
+    # The prefix cache
+
+    def _key_chain(self, token_ids: Sequence[int]) -> KeyChain:
+        """The names of the tokens' blocks. What else K and V come to depend on, such as an adapter, belongs in the
+        extras, and so does whoever must not share blocks with others."""
+        fingerprint = self._context.fingerprint
+        extras = {"model": fingerprint.model, "revision": fingerprint.revision}
+        keys = KeyChain(self._layout.block_size, extras)
+        keys.extend(token_ids)
+        return keys
+
+    def _reads_cache(self, start: messages.Start) -> bool:
+        """The logprobs of a prompt need all of its tokens computed."""
+        return self._context.config.enable_prefix_caching and start.limits.prompt_logprobs is None
+
+    def _pin_cached(self, keys: KeyChain, *, reads_cache: bool) -> list[int]:
+        """The blocks at the start of the sequence that are here already, pinned for it."""
+        return self._allocator.pin(keys.complete) if reads_cache else []
+
+    def _cache(self, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
+        """Offers a sequence's blocks, complete and verified, to whoever has the same tokens next."""
+        if self._context.config.enable_prefix_caching:
+            self._allocator.cache(blocks, keys)
+
+    def _count_lookup(self, num_tokens: int, num_cached_tokens: int) -> None:
+        self._publish(messages.CacheLookup(num_tokens=num_tokens, num_cached_tokens=num_cached_tokens))
+
+    # Refusing and ending
 
     def _no_room(self, num_blocks: int) -> str:
         return f"{num_blocks} blocks needed, {self._allocator.available} available"

@@ -38,6 +38,8 @@ def sampling_params(limits: messages.Limits) -> SamplingParams:
 def start_problem(start: messages.Start, vocab_size: int) -> str | None:
     """Why no worker can go on from `start`, if so. The router checks all of it too; here it would cost every request
     on this worker."""
+    if not start.prompt_ids:
+        return "an attempt without a prompt"
     if problem := _samples_problem(start.samples):
         return problem
     outputs = (sample.output_ids for sample in start.samples)

@@ -84,8 +84,8 @@ def to_worker_message(report: messages.Report) -> pb.WorkerMessage:
                     ticket=ticket_to_proto(ticket),
                 )
             )
-        case messages.Accepted(attempt=attempt):
-            return pb.WorkerMessage(accepted=pb.Accepted(attempt_id=attempt))
+        case messages.Accepted(attempt=attempt, num_cached_tokens=cached):
+            return pb.WorkerMessage(accepted=pb.Accepted(attempt_id=attempt, num_cached_tokens=cached))
         case messages.Refused(attempt=attempt, reason=reason, message=text):
             return pb.WorkerMessage(
                 refused=pb.Refused(attempt_id=attempt, reason=REASON_TO_PROTO[reason], message=text)
@@ -98,10 +98,8 @@ def to_worker_message(report: messages.Report) -> pb.WorkerMessage:
             return pb.WorkerMessage(
                 prompt_logprobs=pb.PromptLogprobs(attempt_id=attempt, start=start, tokens=map(_logprobs, entries))
             )
-        case messages.FirstTokens(attempt=attempt, tokens=tokens, num_cached_tokens=cached):
-            return pb.WorkerMessage(
-                first_tokens=pb.FirstTokens(attempt_id=attempt, tokens=map(_token, tokens), num_cached_tokens=cached)
-            )
+        case messages.FirstTokens(attempt=attempt, tokens=tokens):
+            return pb.WorkerMessage(first_tokens=pb.FirstTokens(attempt_id=attempt, tokens=map(_token, tokens)))
         case messages.StepTokens(tokens=tokens):
             return pb.WorkerMessage(step_tokens=pb.StepTokens(tokens=map(_token, tokens)))
         case messages.LinkReport(peer=peer, reachable=reachable, detail=detail):

@@ -90,11 +90,11 @@ class FakeWorker:
     def ended(self, attempt: str, reason: Reason) -> None:
         self.say(attempt, Ended(self.worker.worker_id, reason, "the test says so"))
 
-    def accepted(self, attempt: str) -> None:
-        self.say(attempt, Accepted())
+    def accepted(self, attempt: str, num_cached_tokens: int = 0) -> None:
+        self.say(attempt, Accepted(num_cached_tokens))
 
     def first(self, attempt: str, position: int, token: int, finish: FinishReason | None = None) -> None:
-        self.say(attempt, FirstTokensArrived((self._token(position, token, finish),), 0))
+        self.say(attempt, FirstTokensArrived((self._token(position, token, finish),)))
 
     def token(self, attempt: str, position: int, token: int, finish: FinishReason | None = None) -> None:
         self.say(attempt, self._token(position, token, finish))

@@ -231,8 +231,8 @@ class Pair:
         return [[token.token_id for token in self.tokens(attempt)] for attempt in attempts]
 
     def assert_drained(self) -> None:
-        """Every block is free on both sides, and both checkers hold."""
-        self.until(lambda: all(rig.allocator.counts.free == rig.allocator.counts.total for rig in self._rigs))
+        """Nobody holds a block on either side, and both checkers hold."""
+        self.until(lambda: all(rig.allocator.available == rig.allocator.counts.total for rig in self._rigs))
         for rig in self._rigs:
             rig.allocator.check_idle()
 

@@ -116,6 +116,7 @@ def test_token_outside_of_the_vocabulary_kills_the_worker(make_pair: MakePair) -
     bad_starts = [
         messages.Start([5, 10**6], [messages.Sample(0, [])], limits()),
         messages.Start([-1, 5], [messages.Sample(0, [])], limits()),
+        messages.Start([], [messages.Sample(0, [])], limits()),
         messages.Start([5], [messages.Sample(0, [384])], limits()),
         messages.Start([5], [messages.Sample(0, [])], limits(logit_bias={384: 1.0})),
         messages.Start([5], [messages.Sample(0, [])], limits(repetition_penalty=0.0)),
