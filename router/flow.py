@@ -136,11 +136,11 @@ class RequestFlow:
         try:
             async with aclosing(running) as tokens:
                 async for token in tokens:
+                    if not is_continued:
+                        # What a later attempt finds is, in part, what this request has left there itself.
+                        self.cached_tokens = attempt.num_cached_tokens
                     yield token
         finally:
-            if not is_continued:
-                # What a later attempt finds is, in part, what this request has left there itself.
-                self.cached_tokens = attempt.num_cached_tokens
             self._let_go("the attempt has ended")
 
     async def _granted(self, waiting: Waiting) -> Attempt:

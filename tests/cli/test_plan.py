@@ -86,6 +86,16 @@ def test_command_line_lacks_what_a_process_needs() -> None:
     assert "--cores" not in decode.argv
 
 
+def test_prefix_cache_stayed_on_although_it_was_switched_off() -> None:
+    placements = [Placement((), 1)], [Placement((), 1)]
+    flag = "--no-enable-prefix-caching"
+    for words, is_off in (([], False), ([flag], True)):
+        _, bound, _ = up.app.parse_args(words)
+        config = bound.arguments.get("config", up.UpConfig())
+        _, *workers = up._specs(config, Roles(), PORTS, placements, MODEL)
+        assert [flag in worker.argv for worker in workers] == [is_off, is_off]
+
+
 @pytest.mark.parametrize(("set_by_user", "expected"), [(None, "ERROR"), ("debug", "debug")])
 def test_grpcs_own_log_was_mixed_into_the_output_or_could_not_be_had(
     set_by_user: str | None, expected: str, monkeypatch: pytest.MonkeyPatch

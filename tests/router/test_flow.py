@@ -43,6 +43,74 @@ async def test_first_token_is_shown_twice_or_a_gap_is_shown() -> None:
     router.assert_idle()
 
 
+async def test_decode_overtakes_the_acceptance_and_its_token_is_lost() -> None:
+    """With everything cached the hand-off takes no time, and the two workers' words come on streams of their own."""
+    router = Router()
+    (prefill,), (decode,) = router.pairs()
+    task = asyncio.create_task(collect(router.submit()))
+    attempt, _ = await decode.command("reserve")
+    decode.reserved(attempt)
+    await prefill.command("prefill")
+    decode.token(attempt, 0, 100)
+    decode.token(attempt, 1, 101, LENGTH)
+    await asyncio.sleep(0)
+    prefill.accepted(attempt)
+    prefill.first(attempt, 0, 100)
+    assert ids(await task) == [100, 101]
+    assert len(prefill.channel.of_kind("prefill")) == 1
+    router.assert_idle()
+
+
+async def test_cached_tokens_are_told_too_late() -> None:
+    """They are known with the last token, also where the prefill worker's own word on its token has not come."""
+    router = Router()
+    (prefill,), (decode,) = router.pairs()
+    flow = router.submit(num_prompt=40)
+    token = asyncio.ensure_future(anext(aiter(flow)))
+    attempt, _ = await decode.command("reserve")
+    decode.reserved(attempt)
+    await prefill.command("prefill")
+    prefill.accepted(attempt, num_cached_tokens=32)
+    decode.token(attempt, 0, 100, LENGTH)
+    assert (await token).finish_reason is LENGTH
+    assert flow.cached_tokens == 32
+    await flow.aclose()
+
+
+@pytest.mark.parametrize(("has_first_token", "expected"), [(True, 16), (False, 32)])
+async def test_cached_tokens_are_counted_twice(has_first_token: bool, expected: int) -> None:
+    """The number is that of the attempt that began the answer: a later one finds what this request has left there."""
+    router = Router()
+    (prefill,), decodes = router.pairs(num_decode=2)
+    flow = router.submit(num_prompt=40)
+    task = asyncio.create_task(collect(flow))
+    attempt = await _reserve_on_either(decodes, 0)
+    await prefill.command("prefill")
+    prefill.accepted(attempt, num_cached_tokens=16)
+    if has_first_token:
+        prefill.first(attempt, 0, 100)
+    next(d for d in decodes if attempt in d.worker.attempts).ended(attempt, Reason.PREEMPTED)
+    second = await _reserve_on_either(decodes, 1)
+    await prefill.command("prefill", 1)
+    prefill.accepted(second, num_cached_tokens=32)
+    next(d for d in decodes if second in d.worker.attempts).token(second, int(has_first_token), 101, LENGTH)
+    await task
+    assert flow.cached_tokens == expected
+    router.assert_idle()
+
+
+async def _reserve_on_either(decodes: list[FakeWorker], number: int) -> str:
+    """The request's `number`-th reservation, on whichever decode worker, is granted."""
+    async with asyncio.timeout(5):
+        while True:
+            asked = [(d, attempt) for d in decodes for attempt in d.channel.of_kind("reserve")]
+            if len(asked) > number:
+                decode, attempt = next((d, a) for d, a in asked if a in d.worker.attempts)
+                decode.reserved(attempt)
+                return attempt
+            await asyncio.sleep(0.01)
+
+
 async def test_finished_request_is_released_as_if_it_ran() -> None:
     router = Router()
     (prefill,), (decode,) = router.pairs()

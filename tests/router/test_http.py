@@ -143,6 +143,8 @@ def test_a_worker_shows_its_load_and_its_transfers() -> None:
     metrics.set_load(running=2, waiting=1, blocks_taken=3, blocks_total=4)
     metrics.count_prompt_tokens(5)
     metrics.count_generation_tokens(6)
+    metrics.count_cache_lookup(num_tokens=40, num_cached_tokens=32)
+    metrics.count_cache_lookup(num_tokens=7, num_cached_tokens=0)
     metrics.count_transfer(transport="ipc", side="source", num_bytes=1000, seconds=0.5)
     metrics.count_transfer_failure(transport="tcp", side="sink", reason="timeout")
     page = samples(render(registry).decode())
@@ -152,6 +154,8 @@ def test_a_worker_shows_its_load_and_its_transfers() -> None:
     assert page["splitserve_num_requests_running", frozenset({model})] == 2
     assert page["splitserve_prompt_tokens_total", frozenset({model})] == 5
     assert page["splitserve_generation_tokens_total", frozenset({model})] == 6
+    assert page["splitserve_prefix_cache_queries_total", frozenset({model})] == 47
+    assert page["splitserve_prefix_cache_hits_total", frozenset({model})] == 32
     assert page["splitserve_kv_transfer_bytes_total", source] == 1000
     assert page["splitserve_kv_transfer_seconds_sum", source] == 0.5
     failed = frozenset({model, ("transport", "tcp"), ("side", "sink"), ("reason", "timeout")})

@@ -107,6 +107,14 @@ async def test_views_leave_out_a_promise() -> None:
     assert (sinks.available_blocks, sinks.free_seqs) == (60, 5)
 
 
+async def test_blocks_that_can_be_evicted_are_shown_as_used() -> None:
+    router = Router()
+    (prefill,), (decode,) = router.pairs()
+    prefill.worker.load = LoadReport(blocks_cached=100)
+    decode.worker.load = LoadReport(blocks_free=10, blocks_cached=40, blocks_in_use=30, blocks_reserved=20)
+    assert router.membership.kv_cache_usage() == 0.25
+
+
 # Silence and stalls
 
 

@@ -309,7 +309,7 @@ def test_room_depends_on_hits(make_pair: MakePair) -> None:
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_cached_blocks_count_as_taken_at_admission(first: int, tiny: Tiny, make_pair: MakePair) -> None:
-    """C43: seven blocks, six of them cached; A needs four and one at its first step, B three and one; in either order."""
+    """C43: seven blocks, six of them cached; A needs four and one at its first step, B three and one."""
     pair = make_pair(decode_blocks=7)
     warm(pair, 0, 6)
     prompts = [prompt_of(4 * B, 1), prompt_of(3 * B, 2)]
