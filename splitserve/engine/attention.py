@@ -9,11 +9,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from splitserve.engine.packing import PackedBatch, fill_up
 from splitserve.engine.pool import KVPool
+from splitserve.engine.transformers_api import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
 
 INTERFACE_NAME = "splitserve_paged"
 

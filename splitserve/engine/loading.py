@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
 from splitserve.engine import selftest, support
 from splitserve.engine.attention import INTERFACE_NAME, AttentionBackend, register_paged_attention
@@ -22,6 +20,7 @@ from splitserve.engine.runner import ModelRunner
 from splitserve.engine.selftest import SelfTestResult
 from splitserve.engine.support import UnsupportedModel
 from splitserve.engine.torch_attention import TorchAttention
+from splitserve.engine.transformers_api import AutoConfig, AutoModelForCausalLM, transformers_logging, without_compiler
 from splitserve.engine.trust import SAFE, Trust
 
 # Rows below which a matmul may round differently than with more. One row does; plain float32 layers may have their own
@@ -131,7 +130,7 @@ def _read_config(directory: Path, trust: Trust) -> Any:
 
 def _random_copy(config: Any, trust: Trust) -> Any:
     small = support.two_layer_copy(config, vocab_size=selftest.COPY_VOCAB_SIZE, window=selftest.WINDOW)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), without_compiler():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(
             small, dtype=torch.float32, attn_implementation=INTERFACE_NAME, trust_remote_code=trust.remote_code
@@ -150,17 +149,18 @@ def _random_copy(config: Any, trust: Trust) -> Any:
 def _load_weights(directory: Path, config: Any, dtype: str, device: str, trust: Trust) -> Any:
     transformers_logging.disable_progress_bar()
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            directory,
-            config=config,
-            dtype=DTYPES[dtype],
-            attn_implementation=INTERFACE_NAME,
-            # None takes what is there, safetensors before pickle; torch still reads pickles by its list of safe types.
-            use_safetensors=None if trust.pickle else True,
-            trust_remote_code=trust.remote_code,
-            local_files_only=True,
-            output_loading_info=True,
-        )
+        with without_compiler():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                directory,
+                config=config,
+                dtype=DTYPES[dtype],
+                attn_implementation=INTERFACE_NAME,
+                # None takes what is there, safetensors before pickle; torch reads pickles by its list of safe types.
+                use_safetensors=None if trust.pickle else True,
+                trust_remote_code=trust.remote_code,
+                local_files_only=True,
+                output_loading_info=True,
+            )
     except (OSError, ValueError, RuntimeError) as error:
         raise UnsupportedModel(f"cannot load weights from {directory}: {error}") from error
     absent = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])

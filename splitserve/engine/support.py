@@ -6,7 +6,7 @@ Called by the loader before any weight is read. Pure functions over transformers
 import copy
 from typing import Any
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from splitserve.engine.transformers_api import MODEL_FOR_CAUSAL_LM_MAPPING
 
 SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 

@@ -1,0 +1,91 @@
+"""What the engine uses of transformers, imported without the parts of torch that transformers asks for in vain.
+
+The compiler (dynamo) and sharded tensors take longer to import than torch itself: for decorators that name functions to
+leave alone, for masks that paged attention never makes, for models that transformers spreads over processes. So the
+engine's modules import transformers from here only.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+
+
+class _StandIn(ModuleType):
+    """In the place of a module of torch: has the little that is used of it without compiling anything. Whoever asks for
+    more gets the real one."""
+
+    asked_for_submodules = ""  # the name of what the import system asks a package for
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != self.asked_for_submodules:
+            raise AttributeError(name)
+        return getattr(_real(self.__name__), name)
+
+
+class _Compiler(_StandIn):
+    """Marks on functions, which without a compiler are functions like any other."""
+
+    asked_for_submodules = "__path__"
+
+    @staticmethod
+    def disable(function: Callable[..., Any] | None = None, *_: object, **__: object) -> Any:
+        return function if function is not None else lambda decorated: decorated
+
+    assume_constant_result = allow_in_graph = disable
+
+
+class _CompilerForMasks(_StandIn):
+    class TransformGetItemToIndex:
+        """The real one, imported when it is first made."""
+
+        def __new__(cls) -> Any:
+            return _real("torch._dynamo._trace_wrapped_higher_order_op").TransformGetItemToIndex()
+
+
+_STAND_INS: dict[str, type[_StandIn]] = {
+    "torch._dynamo": _Compiler,
+    "torch._dynamo._trace_wrapped_higher_order_op": _CompilerForMasks,
+}
+
+
+def _real(name: str) -> ModuleType:
+    if isinstance(sys.modules.get(name), _StandIn):
+        del sys.modules[name]
+    return import_module(name)
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """While it lasts, stand-ins are where torch's compiler would be, unless it has been imported already."""
+    for name, stand_in in _STAND_INS.items():
+        sys.modules.setdefault(name, stand_in(name))
+    try:
+        yield
+    finally:
+        for name in _STAND_INS:
+            if isinstance(sys.modules[name], _StandIn):
+                del sys.modules[name]
+
+
+# transformers asks once whether torch can distribute, and remembers the answer.
+with without_compiler(), mock.patch.object(torch.distributed, "is_available", return_value=False):
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.utils import logging as transformers_logging
+
+__all__ = [
+    "ALL_ATTENTION_FUNCTIONS",
+    "ALL_MASK_ATTENTION_FUNCTIONS",
+    "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "AutoConfig",
+    "AutoModelForCausalLM",
+    "transformers_logging",
+    "without_compiler",
+]
