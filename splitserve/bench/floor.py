@@ -61,10 +61,17 @@ class ModelShape:
         rows = {False: num_tokens, True: num_logit_rows}
         return sum(2 * rows[s.is_head] * s.out_features * s.in_features for s in self.linears)
 
+    def flops(self, case: Case) -> int:
+        """Useful operations of a case's step: those of its linear layers and of its attention."""
+        if case.kind == "prefill":
+            return self.linear_flops(case.context, 1) + self.attention_flops(case.context)
+        one_token = self.attention_flops(case.context) - self.attention_flops(case.context - 1)
+        return self.linear_flops(case.batch, case.batch) + case.batch * one_token
+
     def guess_ms(self, case: Case, bytes_per_ms: float, flops_per_ms: float) -> float:
         """A case's floor before it is measured, from the machine's rates alone."""
         if case.kind == "prefill":
-            return (self.linear_flops(case.context, 1) + self.attention_flops(case.context)) / flops_per_ms
+            return self.flops(case) / flops_per_ms
         weights_ms = self.linear_flops(1, 1) / bytes_per_ms  # as if a weight had two bytes
         linear_ms = max(weights_ms, self.linear_flops(case.batch, case.batch) / flops_per_ms)
         return linear_ms + case.batch * self.kv_nbytes(case.context) / bytes_per_ms

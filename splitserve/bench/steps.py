@@ -48,6 +48,7 @@ class EngineRow:
     floor_ms: Span
     ratio: float
     tokens_per_s: float
+    gflop_s: float
     floor_parts_ms: Mapping[str, Span]
     read_gb_s: float | None
     matmul_gflop_s: float | None
@@ -158,6 +159,7 @@ class StepBench:
             floor_ms=floor_ms,
             ratio=spans["step"].min / floor_ms.min,
             tokens_per_s=num_tokens / spans["step"].min * 1e3,
+            gflop_s=self._shape.flops(case) / spans["step"].min / 1e6,
             floor_parts_ms=floor.parts,
             read_gb_s=floor.read_gb_s,
             matmul_gflop_s=floor.matmul_gflop_s,

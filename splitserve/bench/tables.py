@@ -6,6 +6,7 @@ from rich.table import Table
 
 from splitserve.bench.parts import PARTS
 from splitserve.bench.steps import EngineRow
+from splitserve.bench.tokens import TokensRow
 
 
 def engine_tables(rows: Sequence[EngineRow]) -> list[Table]:
@@ -32,6 +33,26 @@ def _parts(rows: Sequence[EngineRow]) -> Table:
         parts = [f"{row.parts_ms[part]:.1f}" for part in PARTS]
         table.add_row(row.case, *parts, *(f"{span.min:.1f}" for span in row.sampler_ms.values()))
     return table
+
+
+def gpu_tables(tokens: Sequence[TokensRow], steps: Sequence[EngineRow]) -> list[Table]:
+    """Prompts and whether their outputs are transformers', then the steps."""
+    table = _table("greedy tokens of the cluster and of transformers, float32")
+    for heading in ("case", "output tokens", "equal", "first difference", "margin"):
+        _column(table, heading)
+    for row in tokens:
+        position = "" if row.first_difference is None else str(row.first_difference)
+        margin = "" if row.margin is None else f"{row.margin:.2g}"
+        equal = "yes" if row.is_equal else "NO"
+        table.add_row(f"prompt of {row.prompt_tokens}", str(row.output_tokens), equal, position, margin)
+    speed = _table("steps of the engine, the least of all rounds")
+    for heading in ("case", "step ms", "median", "tokens/s", "TFLOP/s", "floor ms", "ratio"):
+        _column(speed, heading)
+    for step in steps:
+        times = (f"{step.step_ms.min:.2f}", f"{step.step_ms.median:.2f}")
+        rates = (f"{step.tokens_per_s:.0f}", f"{step.gflop_s / 1e3:.3g}")
+        speed.add_row(step.case, *times, *rates, f"{step.floor_ms.min:.2f}", f"{step.ratio:.2f}")
+    return [table, speed]
 
 
 def _table(title: str) -> Table:

@@ -1,12 +1,13 @@
 """`splitserve bench`: measurements. Loads torch only when one is started."""
 
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from cyclopts import App, Parameter
 from rich.console import Console
 
-from splitserve.cli.up import require_serving
+from splitserve.cli.up import interrupt, require_serving
 from splitserve.service.config import Device, Positive
 from splitserve.service.errors import InvalidRequest
 
@@ -96,6 +97,46 @@ def engine(
     for result in (tables.machine_line(report.machine), *tables.engine_tables(rows), *tables.rates(rows)):
         _RESULTS.print(result, soft_wrap=isinstance(result, str))
     _save(report, output)
+
+
+@app.command
+def gpu(
+    *,
+    device: Device = "cuda:0",
+    model: str = "random",
+    quick: bool = False,
+    output: Path | None = None,
+) -> int:
+    """Try a GPU: does a cluster on it give the right tokens, and how fast is the engine? Takes a few minutes.
+
+    Starts a router, a prefill and a decode worker, as `splitserve up` does, and compares their greedy tokens with
+    transformers' own, in float32 on the same device: exit status 1 if any differs. Then measures decode steps of 1, 8
+    and 32 sequences and a prefill in this process, in the model's dtype. docs/benchmarks.md explains the columns.
+
+    Parameters
+    ----------
+    device
+        cuda, cuda:N, or cpu for a dry run.
+    model
+        random: one of 0.7 billion parameters, made on the spot; or a Hugging Face repo id, directory, or GGUF file.
+    quick
+        A tiny model and few steps: a try-out, whose figures mean little.
+    output
+        Write the report to this file, as JSON.
+    """
+    require_serving()
+    from splitserve.bench import tables
+    from splitserve.bench.gpu import GpuSettings, run_gpu_bench
+
+    _require_writable(output)
+    signal.signal(signal.SIGTERM, interrupt)  # a cluster must not be left behind
+    settings = GpuSettings(device=device, model=model, is_quick=quick)
+    result = run_gpu_bench(settings, _MESSAGES.print)
+    _RESULTS.print(tables.machine_line(result.report.machine), soft_wrap=True)
+    for table in tables.gpu_tables(result.tokens, result.steps):
+        _RESULTS.print(table)
+    _save(result.report, output)
+    return 0 if result.is_exact else 1
 
 
 def _require_writable(output: Path | None) -> None:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from splitserve.cli.placement import Placement
-
-LOOPBACK = "127.0.0.1"
+from splitserve.service.ports import LOOPBACK
 
 
 @dataclass(frozen=True, slots=True)

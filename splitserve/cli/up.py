@@ -16,13 +16,13 @@ from cyclopts import Parameter
 
 from splitserve.cli.output import Output
 from splitserve.cli.placement import Placement, place, usable_cores
-from splitserve.cli.ports import claim
-from splitserve.cli.roles import LOOPBACK, ChildSpec, Model, Ports, Roles, router_spec, worker_specs
+from splitserve.cli.roles import ChildSpec, Model, Ports, Roles, router_spec, worker_specs
 from splitserve.cli.supervisor import Policy, Supervisor
 from splitserve.client.channel import DEFAULT_TARGET
 from splitserve.service.config import ENVIRONMENT_PREFIX, Device, Positive, Size, new_app
 from splitserve.service.errors import Unavailable
 from splitserve.service.logging import LOG_FORMAT_VARIABLE
+from splitserve.service.ports import LOOPBACK, claim
 
 _SERVING_MODULES = ("torch", "transformers", "fastapi", "zmq")
 _WORKER_FLAGS = (
@@ -115,7 +115,7 @@ def run_up(
     locate: Callable[[UpConfig], Model] | None = None,
 ) -> int:
     """Runs until a signal; returns the exit status. Raises what makes a start impossible."""
-    signal.signal(signal.SIGTERM, _interrupt)  # until the supervisor's own handlers are there
+    signal.signal(signal.SIGTERM, interrupt)  # until the supervisor's own handlers are there
     try:
         claimed = claim(
             {"--grpc-port": config.grpc_port, "--http-port": config.http_port, "--internal-port": config.internal_port}
@@ -227,5 +227,6 @@ def what_next(ports: Ports) -> str:
     )
 
 
-def _interrupt(_signal: int, _frame: object) -> None:
+def interrupt(_signal: int, _frame: object) -> None:
+    """A signal handler that makes SIGTERM end things as Ctrl-C does."""
     raise KeyboardInterrupt

@@ -20,7 +20,7 @@ torch.set_num_threads(1)
 
 # docs/benchmarks.md explains each of them.
 FIELDS = {
-    "case", "kind", "batch", "context", "chunk", "rounds", "step_ms", "floor_ms", "ratio", "tokens_per_s",
+    "case", "kind", "batch", "context", "chunk", "rounds", "step_ms", "floor_ms", "ratio", "tokens_per_s", "gflop_s",
     "floor_parts_ms", "read_gb_s", "matmul_gflop_s", "matmul", "parts_ms", "sampler_ms",
 }  # fmt: skip
 DOCS = Path(__file__).parents[2] / "docs" / "benchmarks.md"
@@ -128,6 +128,9 @@ def test_useful_work_is_miscounted(window: int | None) -> None:
     shape = floor.ModelShape(linears=(), windows=(None, window), num_heads=3, head_dim=8, layer_token_nbytes=10)
     visible = [[min(position + 1, w or 10**9) for position in range(12)] for w in (None, window)]
     assert shape.attention_flops(12) == 4 * 8 * 3 * sum(map(sum, visible))
+    decode = workload.Case("decode", 5, 12)
+    assert shape.flops(decode) == 5 * 4 * 8 * 3 * sum(layer[-1] for layer in visible)
+    assert shape.flops(workload.Case("prefill", 1, 12)) == shape.attention_flops(12)
     assert shape.kv_nbytes(12) == 10 * sum(layer[-1] for layer in visible)
 
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from splitserve.cli import up
 from splitserve.cli.placement import Placement, place, usable_cores
-from splitserve.cli.ports import claim
 from splitserve.cli.roles import Model, Ports, Roles, router_spec, worker_specs
 from splitserve.service.errors import InvalidRequest
+from splitserve.service.ports import claim
 
 PORTS = Ports(grpc=1, http=2, internal=3)
 MODEL = Model(directory=Path("/m"), served_name="served")

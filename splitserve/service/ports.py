@@ -3,8 +3,9 @@
 import socket
 from collections.abc import Mapping
 
-from splitserve.cli.roles import LOOPBACK
 from splitserve.service.errors import InvalidRequest, Unavailable
+
+LOOPBACK = "127.0.0.1"
 
 
 def claim(asked: Mapping[str, int]) -> dict[str, int]:

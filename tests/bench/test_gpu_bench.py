@@ -1,0 +1,164 @@
+"""The GPU's benchmark, dry on the CPU: real processes, real tokens, and a verdict that can be no."""
+
+import dataclasses
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from splitserve.bench import gpu, local_cluster, tables
+from splitserve.bench.random_model import TINY, write_random_model
+from splitserve.bench.report import Report
+from splitserve.bench.tokens import Reference, TokensRow, random_prompts
+from splitserve.cli.main import make_app
+from splitserve.models.locate import locate_model
+from splitserve.models.tokenizer import Tokenizer
+from splitserve.service.errors import Internal, InvalidRequest, Unavailable
+from tests.reference import greedy
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("random")
+    write_random_model(directory, TINY, CPU)
+    return directory
+
+
+@pytest.mark.cluster
+def test_dry_run_finds_other_tokens_or_measures_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "gpu.json"
+    assert make_app()(["bench", "gpu", "--device", "cpu", "--quick", "--output", str(output)]) == 0
+    report = json.loads(output.read_text())
+    assert set(report) == {"bench", "version", "date", "machine", "args", "rows"}
+    workers = {worker["role"]: worker for worker in report["args"]["workers"]}
+    assert {worker["device"] for worker in workers.values()} == {"cpu"}
+    assert {worker["transport"] for worker in workers.values()} == {"zmq"}
+    assert workers["decode"]["kv_bytes_received"] == workers["prefill"]["kv_bytes_sent"] > 0
+    tokens = [row for row in report["rows"] if row["kind"] == "tokens"]
+    assert [row["prompt_tokens"] for row in tokens] == [1, 17, 100]
+    assert all(row["is_equal"] and row["output_tokens"] == 12 for row in tokens)
+    assert [row["case"] for row in report["rows"][3:]] == ["decode 1x32", "decode 8x32", "prefill 64"]
+    assert all(row["gflop_s"] > 0 for row in report["rows"][3:])
+    assert "prompt of 100" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_wrong_token_ends_in_success(monkeypatch: pytest.MonkeyPatch, is_equal: bool) -> None:
+    row = TokensRow(
+        kind="tokens",
+        prompt_tokens=5,
+        output_tokens=9,
+        is_equal=is_equal,
+        first_difference=None if is_equal else 3,
+        margin=None if is_equal else 0.5,
+    )
+    machine = {"cpu": "a processor", "cores": 1, "flags": [], "torch": "2", "threads": 1, "load_average": 0.0}
+    result = gpu.GpuResult([row], [], Report("gpu", "0", "now", machine, {}, []))
+    monkeypatch.setattr(gpu, "run_gpu_bench", lambda settings, say: result)
+    assert make_app()(["bench", "gpu", "--device", "cpu"]) == (0 if is_equal else 1)
+
+
+def test_first_difference_is_elsewhere(tiny: Path) -> None:
+    reference = Reference(tiny, CPU)
+    (prompt,) = random_prompts([20], TINY.vocab_size)
+    expected = greedy(tiny, prompt, 8)
+    assert reference.compare(prompt, expected) == TokensRow(
+        kind="tokens", prompt_tokens=20, output_tokens=8, is_equal=True, first_difference=None, margin=None
+    )
+    wrong = [*expected[:5], (expected[5] + 1) % TINY.vocab_size, expected[6], 0]
+    row = reference.compare(prompt, wrong)
+    assert (row.is_equal, row.first_difference) == (False, 5)
+    assert row.margin is not None
+    assert row.margin > 0
+
+
+def test_random_model_says_the_same_whatever_it_is_asked(tiny: Path) -> None:
+    """A model that echoes, or repeats itself at once, would hide wrong KV."""
+    first, second = random_prompts([30, 30], TINY.vocab_size)
+    assert first != second
+    assert greedy(tiny, first, 16) != greedy(tiny, second, 16)
+    assert greedy(tiny, [*second[:1], *first[1:]], 16) != greedy(tiny, first, 16)
+    assert len(set(greedy(tiny, first, 16))) > 4
+
+
+def test_random_model_cannot_be_served(tiny: Path) -> None:
+    description = locate_model(str(tiny))
+    assert (description.vocab_size, description.max_model_len) == (TINY.vocab_size, TINY.max_model_len)
+    assert description.eos_token_ids == ()
+    tokenizer = Tokenizer.load(tiny)
+    assert tokenizer.decode(tokenizer.encode("a brown fox, één")) == "a brown fox, één"
+
+
+def test_device_that_is_not_here_is_noticed_after_the_model_is_made() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    with pytest.raises(InvalidRequest, match="cuda:0"):
+        make_app()(["bench", "gpu"])
+
+
+class FakeUp:
+    """A process that ends, or does not, and never answers."""
+
+    def __init__(self, status: int | None) -> None:
+        self.status = status
+        self.signals: list[int] = []
+
+    def poll(self) -> int | None:
+        return self.status
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append(number)
+
+    def wait(self, timeout: float | None = None) -> int:
+        return 0
+
+
+@pytest.fixture
+def _never_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_cluster, "_is_ready", lambda cluster: False)
+    monkeypatch.setattr(local_cluster, "_POLL_S", 0.001)
+
+
+@pytest.mark.usefixtures("_never_ready")
+@pytest.mark.parametrize(
+    ("status", "error", "message"),
+    [(1, Internal, "ended before it was ready: no room"), (None, Unavailable, "not ready within 0.01 s: no room")],
+)
+def test_cluster_that_does_not_start_is_waited_for_or_left_behind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int | None, error: type[Exception], message: str
+) -> None:
+    process = FakeUp(status)
+
+    def popen(command: list[str], *, stdout: Any, **_: Any) -> FakeUp:
+        assert command[3:7] == ["splitserve", "up", "--model", "somewhere"]
+        assert command[-2:] == ["--device", "cuda:1"]
+        stdout.write(b"starting\nno room\n\n")
+        stdout.flush()
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    with (
+        pytest.raises(error, match=message),
+        local_cluster.local_cluster(Path("somewhere"), {"--device": "cuda:1"}, tmp_path / "log", 0.01),
+    ):
+        pass
+    assert process.signals == [2]
+
+
+def test_gpu_tables_hide_a_difference(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    row = TokensRow(
+        kind="tokens", prompt_tokens=5, output_tokens=9, is_equal=False, first_difference=3, margin=0.000123
+    )
+    same = dataclasses.replace(row, prompt_tokens=6, is_equal=True, first_difference=None, margin=None)
+    Console(width=80).print(tables.gpu_tables([row, same], [])[0])
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split() == ["prompt", "of", "5", "9", "NO", "3", "0.00012"] for line in lines)
+    assert any(line.split() == ["prompt", "of", "6", "9", "yes"] for line in lines)
