@@ -19,6 +19,7 @@ from splitserve.engine.device import choose_device
 from splitserve.engine.layout import KVLayout
 from splitserve.engine.loading import load_runner, resolve_dtype
 from splitserve.engine.runner import ModelRunner
+from splitserve.models.cache import cache_root
 from splitserve.models.description import ModelDescription
 from splitserve.models.locate import locate_model
 from splitserve.models.progress import progress_bar
@@ -105,6 +106,7 @@ def load_for(
         block_size=BLOCK_SIZE,
         kv_cache_bytes=pool_nbytes,
         progress=say,
+        kernel_folder=cache_root() / "kernels",
     )
     fill_with_noise(runner)
     return runner

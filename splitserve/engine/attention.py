@@ -1,7 +1,7 @@
 """Attention over the paged pool, as transformers' models call it: the back ends' contract and the interface function.
 
 The runner passes a `ForwardContext` through the model's forward; each attention layer hands it to `paged_attention`,
-which stores the new K and V in the pool and lets the back end's plan read them. State belongs to the runner.
+which lets the back end's plan store the new K and V in the pool and read all of them. State belongs to the runner.
 """
 
 from dataclasses import dataclass, field
@@ -27,7 +27,11 @@ class AttentionSpec:
 
 
 class AttentionPlan(Protocol):
-    """One forward's attention, prepared once and used by every layer."""
+    """One forward's attention, prepared once and used by every layer: each first stores, then attends."""
+
+    def store(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
+        """Writes the batch's K and V, `[tokens, kv_heads, head_dim]`, to their slots in the pool."""
+        ...
 
     def attend(self, query: torch.Tensor, layer: int, spec: AttentionSpec) -> torch.Tensor:
         """`query` and the result are `[tokens, heads, head_dim]` in the model's dtype; K and V are in the pool.
@@ -87,12 +91,11 @@ def paged_attention(
     if not isinstance(layer, int):
         raise ValueError("the model's attention does not know its layer")
     paged_context.layers_called.append(layer)
-    batch = paged_context.batch
-    num_rows, num_tokens = query.shape[2], batch.num_tokens
-    kv = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)  # [tokens, 2, kv_heads, head_dim]
-    paged_context.pool.store(layer, batch.slot_blocks, batch.slot_offsets, kv[:num_tokens])
+    num_rows, num_tokens = query.shape[2], paged_context.batch.num_tokens
+    plan = paged_context.plan
+    plan.store(key[0].transpose(0, 1)[:num_tokens], value[0].transpose(0, 1)[:num_tokens], layer)
     spec = AttentionSpec(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling, softcap=softcap, window=sliding_window
     )
-    output = paged_context.plan.attend(query[0].transpose(0, 1)[:num_tokens], layer, spec)
+    output = plan.attend(query[0].transpose(0, 1)[:num_tokens], layer, spec)
     return fill_up(output, num_rows).unsqueeze(0), None

@@ -11,7 +11,11 @@ _ITEM_NBYTES = {"bfloat16": 2, "float32": 4}
 
 @dataclass(frozen=True)
 class KVLayout:
-    """Bytes of a block are `[layer, K/V, kv_head, token, head_dim]`, contiguous."""
+    """Bytes of a block are `[layer, K/V, kv_head]`, contiguous: K of a head `[head_dim, token]`, V `[token, head_dim]`.
+
+    K lies transposed because a score is a sum over head_dim: with neighbouring tokens side by side in memory, a
+    processor computes the scores of many tokens with one instruction.
+    """
 
     num_layers: int
     num_kv_heads: int
@@ -19,7 +23,7 @@ class KVLayout:
     block_size: int  # tokens
     dtype: str  # "bfloat16" or "float32"
 
-    LAYOUT_VERSION: ClassVar[int] = 1
+    LAYOUT_VERSION: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
@@ -29,8 +33,8 @@ class KVLayout:
             raise ValueError(f"dtype must be one of {sorted(_ITEM_NBYTES)}, not {self.dtype!r}")
 
     @property
-    def block_shape(self) -> tuple[int, int, int, int, int]:
-        return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
+    def block_shape(self) -> tuple[int, int, int, int]:
+        return (self.num_layers, 2, self.num_kv_heads, self.block_size * self.head_dim)
 
     @property
     def token_nbytes(self) -> int:

@@ -12,6 +12,7 @@ import torch
 
 from splitserve.engine import selftest, support
 from splitserve.engine.attention import INTERFACE_NAME, AttentionBackend, register_paged_attention
+from splitserve.engine.cpu_attention import choose_attention
 from splitserve.engine.layout import KVLayout
 from splitserve.engine.linear import LinearBackend, choose_linear
 from splitserve.engine.pool import DTYPES, KVPool
@@ -19,7 +20,6 @@ from splitserve.engine.report import LoadReport, PartTimes, WeightBytes
 from splitserve.engine.runner import ModelRunner
 from splitserve.engine.selftest import SelfTestResult
 from splitserve.engine.support import UnsupportedModel
-from splitserve.engine.torch_attention import TorchAttention
 from splitserve.engine.transformers_api import AutoConfig, AutoModelForCausalLM, transformers_logging, without_compiler
 from splitserve.engine.trust import SAFE, Trust
 
@@ -48,16 +48,21 @@ def load_runner(
     linear: LinearBackend | None = None,
     progress: Callable[[str], None] | None = None,
     trust: Trust = SAFE,
+    kernel_folder: Path | None = None,
 ) -> ModelRunner:
     """Reads the model in `directory`, proves that it can be served, and makes a pool of `kv_cache_bytes`.
 
     `dtype` is "auto", "bfloat16" or "float32"; `trust` says what of the directory may run; back ends that are not given
-    are the fastest that work here, and `report` of the runner names them. UnsupportedModel (a ValueError) with the
-    reason when the model cannot be served; ValueError when not even one block fits into `kv_cache_bytes`.
+    are the fastest that work here, and `report` of the runner names them; `kernel_folder` keeps what is compiled for
+    them, for the next start. UnsupportedModel (a ValueError) with the reason when the model cannot be served;
+    ValueError when not even one block fits into `kv_cache_bytes`.
     """
     times, progress = PartTimes(), progress or (lambda _: None)
     dtype = resolve_dtype(dtype, device)
-    attention, linear_reason = attention or TorchAttention(), ""
+    if attention is None:
+        with times.part("kernels"):
+            attention = choose_attention(device, dtype, kernel_folder, progress)
+    linear_reason = ""
     if linear is None:
         linear, linear_reason = choose_linear(device, DTYPES[dtype])
         if linear_reason:

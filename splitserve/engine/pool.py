@@ -16,7 +16,11 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class KVPool:
-    """`tensor` is `[num_blocks, layers, 2, kv_heads, block_size, head_dim]`; fresh memory is zero."""
+    """`tensor` is `[num_blocks, layers, 2, kv_heads, block_size * head_dim]`; fresh memory is zero.
+
+    `keys` and `values` are views of it: `[num_blocks, layers, kv_heads, head_dim, block_size]`, and the last two the
+    other way round.
+    """
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: str = "cpu") -> None:
         if num_blocks < 1:
@@ -35,6 +39,8 @@ class KVPool:
         else:
             self._bytes = None
             self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys = self.tensor[:, :, 0].view(*shape[:2], shape[3], layout.head_dim, layout.block_size)
+        self.values = self.tensor[:, :, 1].view(*shape[:2], shape[3], layout.block_size, layout.head_dim)
 
     def view(self, block_id: int) -> memoryview:
         """The block's bytes, writable, without a copy. ValueError for an unknown block or a pool not in host memory."""
@@ -66,12 +72,15 @@ class KVPool:
             self._require_block(block_id)
             self.tensor[block_id].zero_()
 
-    def store(self, layer: int, blocks: torch.Tensor, offsets: torch.Tensor, kv: torch.Tensor) -> None:
-        """Writes one layer's K and V of new tokens.
+    def store(
+        self, layer: int, blocks: torch.Tensor, offsets: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Writes one layer's K and V of new tokens, on any device.
 
-        `blocks` and `offsets` are int64 `[tokens]`, `kv` is `[tokens, 2, kv_heads, head_dim]`.
+        `blocks` and `offsets` are int64 `[tokens]`, `key` and `value` are `[tokens, kv_heads, head_dim]`.
         """
-        self.tensor[:, layer][blocks, :, :, offsets] = kv
+        self.keys[:, layer][blocks, :, :, offsets] = key.to(self.tensor.dtype)
+        self.values[:, layer][blocks, :, offsets] = value.to(self.tensor.dtype)
 
     def _require_block(self, block_id: int) -> None:
         if not 0 <= block_id < self.num_blocks:

@@ -65,11 +65,12 @@ class _Running:
     values: torch.Tensor  # [sequences, kv_heads, rows, head_dim]
 
     def add(self, count: int, key: torch.Tensor, value: torch.Tensor, hidden: torch.Tensor | None, cap: float) -> None:
-        """Adds one tile (`[count, kv_heads, tile, head_dim]`) to the first `count` sequences.
+        """Adds one tile to the first `count` sequences.
 
-        `hidden` is `[count, 1, rows, tile]`, true where a row must not look; `cap` is the soft-cap or 0.
+        `key` is `[count, kv_heads, head_dim, tile]`, `value` `[count, kv_heads, tile, head_dim]`; `hidden` is
+        `[count, 1, rows, tile]`, true where a row must not look; `cap` is the soft-cap or 0.
         """
-        scores = self.query[:count] @ key.transpose(2, 3)
+        scores = self.query[:count] @ key
         if cap:
             scores.tanh_().mul_(cap)
         if hidden is not None:
@@ -108,6 +109,9 @@ class TorchAttentionPlan:
         self._spans = tuple(self._make_spans())
         self._masks: dict[tuple[int, int, int | None], torch.Tensor | None] = {}
 
+    def store(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
+        self._pool.store(layer, self._batch.slot_blocks, self._batch.slot_offsets, key, value)
+
     def attend(self, query: torch.Tensor, layer: int, spec: AttentionSpec) -> torch.Tensor:
         layout = self._pool.layout
         num_tokens, num_heads, head_dim = query.shape
@@ -142,14 +146,14 @@ class TorchAttentionPlan:
             state.add(count, key[:count], value[:count], hidden, spec.softcap or 0.0)
 
     def _gather(self, tables: torch.Tensor, tile: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of one tile in float32: each `[sequences, kv_heads, tile tokens, head_dim]`."""
+        """K and V of one tile in float32, `[sequences, kv_heads]` of `[head_dim, tile]` and `[tile, head_dim]`."""
         layout, per_tile = self._pool.layout, self._blocks_per_tile
         blocks = tables[:, tile * per_tile : (tile + 1) * per_tile]
         rows = self._rows.index_select(0, blocks.flatten() * layout.num_layers + layer)
-        shape = (blocks.shape[0], per_tile, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
-        by_head = rows.view(shape).permute(2, 0, 3, 1, 4, 5)
-        tiles = torch.empty(by_head.shape, dtype=torch.float32, device=rows.device).copy_(by_head).flatten(3, 4)
-        return tiles[0], tiles[1]
+        by_block = rows.view(*blocks.shape, 2, layout.num_kv_heads, -1)
+        keys = by_block[:, :, 0].reshape(*by_block.shape[:2], -1, layout.head_dim, layout.block_size)
+        values = by_block[:, :, 1].reshape(*by_block.shape[:2], -1, layout.block_size, layout.head_dim)
+        return _to_float(keys.permute(0, 2, 3, 1, 4)).flatten(3, 4), _to_float(values.transpose(1, 2)).flatten(2, 3)
 
     def _mask(self, group: _QueryGroup, tile: int, count: int, window: int | None) -> torch.Tensor | None:
         """True where a row must not look, `[count, 1, rows, tile tokens]`; None where all may look everywhere."""
@@ -215,6 +219,11 @@ class TorchAttentionPlan:
             used = list(segment.block_table[: -(-segment.end // block_size)])
             tables.append(used + used[:1] * (width - len(used)))
         return torch.tensor(tables, dtype=torch.int64, device=self._batch.positions.device)
+
+
+def _to_float(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous float32 copy."""
+    return torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device).copy_(tensor)
 
 
 def _exp_(exponents: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from splitserve.engine.pool import KVPool
 from splitserve.engine.runner import ModelRunner
 from splitserve.engine.staging import CudaLane, StagedStore
 from splitserve.engine.trust import Trust
+from splitserve.models.cache import cache_root
 from splitserve.models.description import ModelDescription
 from splitserve.models.locate import locate_model
 from splitserve.worker import messages
@@ -72,6 +73,7 @@ def build_context(
             kv_cache_bytes=config.kv_cache_memory,
             progress=progress,
             trust=Trust(remote_code=config.trust_remote_code, pickle=config.allow_pickle),
+            kernel_folder=cache_root() / "kernels",
         )
     fingerprint = model_fingerprint(config.served_model_name or description.name, description.revision, runner.layout)
     # Started unpinned: the KV thread and ZeroMQ's I/O thread inherit every core, so that they stay off the engine's.

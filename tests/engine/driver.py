@@ -15,6 +15,7 @@ from splitserve.engine.runner import ModelRunner
 from splitserve.engine.sampler import SampleRow, sample
 from splitserve.engine.sampling_params import SamplingParams
 from splitserve.engine.stopping import finish_reason
+from tests.compiled import KERNEL_FOLDER
 from tests.tiny_models import EOS_TOKEN_ID
 
 EOS = frozenset({EOS_TOKEN_ID})
@@ -37,7 +38,14 @@ class Running:
 def load(
     directory: Path, *, dtype: str = "float32", block_size: int = 16, kv_cache_bytes: int = 4 << 20
 ) -> ModelRunner:
-    return load_runner(directory, dtype=dtype, device="cpu", block_size=block_size, kv_cache_bytes=kv_cache_bytes)
+    return load_runner(
+        directory,
+        dtype=dtype,
+        device="cpu",
+        block_size=block_size,
+        kv_cache_bytes=kv_cache_bytes,
+        kernel_folder=KERNEL_FOLDER,
+    )
 
 
 def generate(

@@ -134,6 +134,9 @@ class _AlteredPlan:
         self._plan = plan
         self._changes = changes
 
+    def store(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
+        self._plan.store(key, value, layer)
+
     def attend(self, query: torch.Tensor, layer: int, spec: AttentionSpec) -> torch.Tensor:
         return self._plan.attend(query, layer, replace(spec, **self._changes))
 

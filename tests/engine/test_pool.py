@@ -1,12 +1,17 @@
 """Bytes of blocks: the layout every transport relies on, and who may write where."""
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
 
+from splitserve.engine.batch import Segment
+from splitserve.engine.cpu_attention import CpuAttention
 from splitserve.engine.layout import KVLayout
+from splitserve.engine.packing import pack
 from splitserve.engine.pool import KVPool
+from tests.compiled import KERNEL_FOLDER
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 
@@ -71,13 +76,35 @@ def test_block_of_wrong_size_is_written(excess: int) -> None:
     assert not pool.tensor.any()
 
 
-def test_token_lands_in_another_slot() -> None:
-    pool = KVPool(LAYOUT, 3)
-    kv = torch.randn(2, 2, LAYOUT.num_kv_heads, LAYOUT.head_dim)
-    pool.store(1, torch.tensor([2, 0]), torch.tensor([3, 0]), kv)
-    assert torch.equal(pool.tensor[2, 1, :, :, 3], kv[0])
-    assert torch.equal(pool.tensor[0, 1, :, :, 0], kv[1])
-    assert pool.tensor.count_nonzero() == kv.numel()
-    # One token's keys of one head lie together: [layer, K/V, kv_head, token, head_dim].
-    offset = (((1 * 2 + 0) * LAYOUT.num_kv_heads + 1) * LAYOUT.block_size + 3) * LAYOUT.head_dim * 4
-    assert pool.view(2)[offset : offset + 4 * LAYOUT.head_dim] == kv[0, 0, 1].numpy().tobytes()
+def _stored_by_pool(pool: KVPool, segment: Segment, key: torch.Tensor, value: torch.Tensor) -> None:
+    batch = pack([segment], pool.layout.block_size, torch.device("cpu"))
+    pool.store(1, batch.slot_blocks, batch.slot_offsets, key, value)
+
+
+def _stored_by_kernel(pool: KVPool, segment: Segment, key: torch.Tensor, value: torch.Tensor) -> None:
+    batch = pack([segment], pool.layout.block_size, torch.device("cpu"))
+    CpuAttention(KERNEL_FOLDER).plan(batch, pool, num_heads=4).store(key, value, 1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("store", [_stored_by_pool, _stored_by_kernel])
+def test_token_lands_in_another_slot(
+    store: Callable[[KVPool, Segment, torch.Tensor, torch.Tensor], None], dtype: str
+) -> None:
+    """K of one head lie together by head_dim, V by token; other layers, blocks and slots stay as they are."""
+    layout = dataclasses.replace(LAYOUT, dtype=dtype)
+    pool = KVPool(layout, 3)
+    # Two tokens on a border of blocks; heads first in memory, as models make them.
+    key, value = torch.randn(2, layout.num_kv_heads, 2, layout.head_dim).to(pool.tensor.dtype).transpose(1, 2)
+    store(pool, Segment([5, 6], 3, [2, 0], True), key, value)
+    assert torch.equal(pool.keys[2, 1, :, :, 3], key[0])
+    assert torch.equal(pool.keys[0, 1, :, :, 0], key[1])
+    assert torch.equal(pool.values[2, 1, :, 3], value[0])
+    assert torch.equal(pool.values[0, 1, :, 0], value[1])
+    assert pool.tensor.count_nonzero() == key.numel() + value.numel()
+    block = torch.frombuffer(pool.view(2), dtype=pool.tensor.dtype)
+    head_size = layout.block_size * layout.head_dim
+    of_head = ((1 * 2 + 0) * layout.num_kv_heads + 1) * head_size
+    assert torch.equal(block[of_head : of_head + head_size][3 :: layout.block_size], key[0, 1])
+    of_head = ((1 * 2 + 1) * layout.num_kv_heads + 1) * head_size
+    assert torch.equal(block[of_head : of_head + head_size][3 * layout.head_dim :], value[0, 1])

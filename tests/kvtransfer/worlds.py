@@ -23,7 +23,7 @@ FINGERPRINT = Fingerprint(
     num_layers=2,
     num_kv_heads=1,
     head_dim=8,
-    layout_version=1,
+    layout_version=2,
     tp_rank=0,
     tp_size=1,
 )

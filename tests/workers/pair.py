@@ -26,6 +26,7 @@ from splitserve.worker import messages
 from splitserve.worker.config import WorkerConfig
 from splitserve.worker.engine_process import EngineLoop
 from splitserve.worker.engine_setup import EngineContext, model_fingerprint
+from tests.compiled import KERNEL_FOLDER
 
 PATIENCE_S = 60.0
 
@@ -113,6 +114,7 @@ class Pair:
             device="cpu",
             block_size=config.block_size,
             kv_cache_bytes=num_blocks * block_nbytes,
+            kernel_folder=KERNEL_FOLDER,
         )
         description = describe(directory, "tiny", "r1")
         fingerprint = model_fingerprint("tiny", "r1", runner.layout)

@@ -1,0 +1,171 @@
+"""The CPU's attention back end: compiled kernels over flat arrays, prepared once per forward.
+
+Made by the loader, planned with by the runner. The back end owns threads and scratch memory. Results do not depend on
+the number of threads, because every item of work is computed whole by one of them.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from splitserve.engine.attention import AttentionSpec
+from splitserve.engine.kernels.attention import NO_WINDOW, Item, Softmax, scratch_size
+from splitserve.engine.kernels.compiled import Kernels, Progress, load_kernels
+from splitserve.engine.kernels.paging import Geometry, Paged, Rows, make_geometry
+from splitserve.engine.packing import PackedBatch
+from splitserve.engine.pool import DTYPES, KVPool
+from splitserve.engine.torch_attention import TorchAttention
+
+# Query rows of one item: they share each tile that is turned into float32, and their sums stay in the cache.
+ROWS_PER_ITEM = 192
+
+_LOG2_E = float(np.log2(np.e))
+
+
+class CpuAttention:
+    """For pools in host memory, of both dtypes; arithmetic is float32. Uses as many threads as torch does."""
+
+    name = "cpu"
+
+    def __init__(self, folder: Path | None = None, progress: Progress | None = None) -> None:
+        """`folder` keeps compiled kernels for the next process; None compiles for this one alone."""
+        self._folder = folder
+        self._progress = progress or (lambda _: None)
+        self._scratch: list[np.ndarray] = []
+        self.num_threads = torch.get_num_threads()
+        self._threads = ThreadPoolExecutor(self.num_threads, "attention") if self.num_threads > 1 else None
+
+    def prepare(self, dtype: str) -> Kernels:
+        """Loads the kernels for pools of `dtype`, compiled if need be; done already, it takes no time."""
+        return load_kernels(dtype, self._folder, self._progress)
+
+    def plan(self, batch: PackedBatch, pool: KVPool, num_heads: int) -> "CpuAttentionPlan":
+        layout = pool.layout
+        kernels = self.prepare(layout.dtype)
+        geometry = make_geometry(layout.num_layers, layout.num_kv_heads, num_heads, layout.block_size, layout.head_dim)
+        return CpuAttentionPlan(self, kernels, geometry, batch, pool)
+
+    def scratch(self, num_parts: int, size: int) -> list[np.ndarray]:
+        """One float32 array of at least `size` elements for each part of a forward, kept for the next one."""
+        kept = [array for array in self._scratch if array.size >= size]
+        self._scratch = kept + [np.empty(size, np.float32) for _ in range(num_parts - len(kept))]
+        return self._scratch[:num_parts]
+
+    def run(self, calls: Sequence[Callable[[], None]]) -> None:
+        """Makes the calls, side by side if there are several, and raises what one of them raised."""
+        first, *others = calls
+        futures = [self._threads.submit(call) for call in others] if self._threads else []
+        first()
+        for future in futures:
+            future.result()
+
+
+def choose_attention(
+    device: str, dtype: str, kernel_folder: Path | None, progress: Progress
+) -> CpuAttention | TorchAttention:
+    """The fastest back end for `device`, ready to run a model of `dtype` and the self-test, which is in float32."""
+    if torch.device(device).type != "cpu":
+        return TorchAttention()
+    attention = CpuAttention(kernel_folder, progress)
+    for each in {"float32", dtype}:
+        attention.prepare(each)
+    return attention
+
+
+class CpuAttentionPlan:
+    def __init__(
+        self, backend: CpuAttention, kernels: Kernels, geometry: Geometry, batch: PackedBatch, pool: KVPool
+    ) -> None:
+        self._backend = backend
+        self._kernels = kernels
+        self._geometry = geometry
+        self._dtype = DTYPES[pool.layout.dtype]
+        self._pool = _elements(pool.tensor.flatten())
+        self._blocks, self._offsets = batch.slot_blocks.numpy(), batch.slot_offsets.numpy()
+        self._tables = np.array([block for segment in batch.segments for block in segment.block_table], np.int32)
+        parts = divide(make_items(batch, geometry, backend.num_threads), backend.num_threads)
+        self._items = np.array([item for part in parts for item in part], np.int64)
+        ends = np.cumsum([len(part) for part in parts]).tolist()
+        self._ranges = list(zip([0, *ends[:-1]], ends, strict=True))
+        most_rows = max(item.num_tokens * item.num_heads for part in parts for item in part)
+        self._scratch = backend.scratch(len(parts), scratch_size(geometry, most_rows * geometry.heads_per_kv_head))
+
+    def store(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
+        keys, values = _rows(key.to(self._dtype)), _rows(value.to(self._dtype))
+        self._kernels.store_tokens(self._pool, self._geometry, layer, self._blocks, self._offsets, keys, values)
+
+    def attend(self, query: torch.Tensor, layer: int, spec: AttentionSpec) -> torch.Tensor:
+        output = torch.empty(query.shape, dtype=self._dtype)
+        paged = Paged(self._pool, self._tables, self._geometry, layer)
+        arguments = (paged, _softmax(spec), _rows(query.to(self._dtype)), _rows(output))
+        self._backend.run(
+            [
+                partial(self._kernels.attend, self._items, first, last, *arguments, scratch)
+                for (first, last), scratch in zip(self._ranges, self._scratch, strict=True)
+            ]
+        )
+        return output.to(query.dtype)
+
+
+def make_items(batch: PackedBatch, geometry: Geometry, num_threads: int) -> list[Item]:
+    """The forward's work in pieces: a decode step's token with all heads, or with one for more than one thread; else
+    `ROWS_PER_ITEM` query rows of one KV head.
+    """
+    tokens_per_item = max(1, ROWS_PER_ITEM // geometry.heads_per_kv_head)
+    items: list[Item] = []
+    table = 0
+    for segment, row in zip(batch.segments, batch.first_rows, strict=True):
+        num_tokens = len(segment.token_ids)
+        heads = geometry.num_kv_heads if num_tokens == 1 and num_threads == 1 else 1
+        for first in range(0, num_tokens, tokens_per_item):
+            count = min(tokens_per_item, num_tokens - first)
+            items.extend(
+                Item(row + first, count, segment.start + first, table, head, heads)
+                for head in range(0, geometry.num_kv_heads, heads)
+            )
+        table += len(segment.block_table)
+    return items
+
+
+def divide(items: Sequence[Item], num_parts: int) -> list[list[Item]]:
+    """Items in at most `num_parts` parts of about equal work, none empty: the next largest to the least loaded."""
+    if num_parts == 1:
+        return [list(items)]
+    parts: list[list[Item]] = [[] for _ in range(min(num_parts, len(items)))]
+    loads = [0] * len(parts)
+    for item in sorted(items, key=_work, reverse=True):
+        least = loads.index(min(loads))
+        parts[least].append(item)
+        loads[least] += _work(item)
+    return parts
+
+
+def _work(item: Item) -> int:
+    return item.num_heads * item.num_tokens * (item.first_position + item.num_tokens)
+
+
+def _softmax(spec: AttentionSpec) -> Softmax:
+    """Scores as exponents of two, so that a weight is a power of two of a difference."""
+    window = NO_WINDOW if spec.window is None else spec.window
+    if spec.softcap:
+        return Softmax(np.float32(spec.scaling / spec.softcap), np.float32(spec.softcap * _LOG2_E), window)
+    return Softmax(np.float32(spec.scaling * _LOG2_E), np.float32(0.0), window)
+
+
+def _rows(tensor: torch.Tensor) -> Rows:
+    """The memory of a `[tokens, heads, head_dim]` tensor; only one without order within its heads is copied."""
+    if tensor.stride(2) != 1:
+        tensor = tensor.contiguous()
+    num_tokens, num_heads, head_dim = tensor.shape
+    token_stride, head_stride, _ = tensor.stride()
+    span = (num_tokens - 1) * token_stride + (num_heads - 1) * head_stride + head_dim
+    return Rows(_elements(tensor.as_strided((span,), (1,))), token_stride, head_stride)
+
+
+def _elements(flat: torch.Tensor) -> np.ndarray:
+    elements: np.ndarray = (flat.view(torch.uint16) if flat.dtype == torch.bfloat16 else flat).numpy()
+    return elements

@@ -1,0 +1,122 @@
+"""The kernels as machine code: compiled once per processor and version, then read from a cache folder.
+
+Called by `cpu_attention` before the first forward, so that nothing compiles during a request. The folder is shared by
+all processes of a user; a lock lets one compile while the others wait for what it makes. What is compiled stays for the
+life of the process, which is the only state here.
+"""
+
+import platform
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+from filelock import FileLock
+from llvmlite import binding
+from numba import njit
+
+from splitserve.engine.kernels import attention, paging
+
+Progress = Callable[[str], None]
+
+# How a pool's elements reach numba, which knows no bfloat16.
+_ELEMENTS = {"bfloat16": np.uint16, "float32": np.float32}
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """`attention.attend` and `paging.store_tokens` for one dtype of pool, query and output."""
+
+    attend: Callable[..., None]
+    store_tokens: Callable[..., None]
+
+
+_compiled: dict[str, Kernels] = {}
+
+
+def load_kernels(dtype: str, folder: Path | None, progress: Progress) -> Kernels:
+    """The kernels for `dtype`, from `folder` if some process has compiled them before.
+
+    Without a folder, or when it cannot be written to, they are compiled for this process alone.
+    """
+    if dtype not in _compiled:
+        _compiled[dtype] = _load(dtype, folder, progress)
+    return _compiled[dtype]
+
+
+def _load(dtype: str, folder: Path | None, progress: Progress) -> Kernels:
+    if folder is not None:
+        try:
+            return _load_cached(dtype, folder / _fingerprint(), progress)
+        except OSError as error:
+            progress(f"cannot keep compiled kernels in {folder}: {error}")
+    progress("compiling attention kernels (for this process)")
+    return _compile(dtype, is_cached=False)
+
+
+def _load_cached(dtype: str, folder: Path, progress: Progress) -> Kernels:
+    folder.mkdir(parents=True, exist_ok=True)
+    marker = folder / f"{dtype}.compiled"
+    with FileLock(folder / ".lock"), _numba_cache(folder):
+        if marker.exists():
+            try:
+                return _compile(dtype, is_cached=True)
+            except Exception as error:  # whatever reading a damaged file may raise: compiling anew helps against all
+                progress(f"compiled kernels in {folder} cannot be read: {error}")
+                for path in folder.glob("*/"):
+                    shutil.rmtree(path)
+        progress("compiling attention kernels (once)")
+        kernels = _compile(dtype, is_cached=True)
+        marker.touch()
+        return kernels
+
+
+def _compile(dtype: str, *, is_cached: bool) -> Kernels:
+    """Compiles for the types of example arguments; what is in them does not matter."""
+    elements, geometry = np.zeros(1, _ELEMENTS[dtype]), paging.make_geometry(1, 1, 1, 1, 1)
+    positions = np.zeros(1, np.int64)
+    rows = paging.Rows(elements, 1, 1)
+    paged = paging.Paged(elements, np.zeros(1, np.int32), geometry, 0)
+    softmax = attention.Softmax(np.float32(1), np.float32(1), 1)
+    items, scratch = np.zeros((1, len(attention.Item._fields)), np.int64), np.zeros(1, np.float32)
+    attend = (items, 0, 1, paged, softmax, rows, rows, scratch)
+    store_tokens = (elements, geometry, 0, positions, positions, rows, rows)
+    return Kernels(
+        attend=_compile_one(attention.attend, attend, is_cached),
+        store_tokens=_compile_one(paging.store_tokens, store_tokens, is_cached),
+    )
+
+
+def _compile_one(function: Callable[..., None], examples: tuple[Any, ...], is_cached: bool) -> Callable[..., None]:
+    dispatcher = njit(function, nogil=True, error_model="numpy")
+    if is_cached:
+        dispatcher.enable_caching()
+    dispatcher.compile(tuple(numba.typeof(example) for example in examples))
+    dispatcher.disable_compile()
+    compiled: Callable[..., None] = dispatcher
+    return compiled
+
+
+@contextmanager
+def _numba_cache(folder: Path) -> Iterator[None]:
+    """numba has one cache folder per process; others' functions keep theirs."""
+    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder)
+    try:
+        yield
+    finally:
+        numba.config.CACHE_DIR = before
+
+
+def _fingerprint() -> str:
+    """Names all that machine code depends on; numba by itself would overlook a change in an inner function."""
+    parts = [numba.__version__, platform.python_version(), binding.get_host_cpu_name()]
+    parts.append(binding.get_host_cpu_features().flatten())
+    digest = sha256("\0".join(parts).encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,149 @@
+"""The attention back ends against float64, and what a row's result must not depend on: company, chunks, threads."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from splitserve.engine.attention import AttentionBackend
+from splitserve.engine.cpu_attention import CpuAttention
+from splitserve.engine.torch_attention import TorchAttention
+from tests.compiled import KERNEL_FOLDER
+from tests.engine.attention_cases import Problem, compute, expected, make_problem, poisoned_pool
+
+BACKENDS = [CpuAttention(KERNEL_FOLDER), TorchAttention()]
+CPU = BACKENDS[0]
+
+# Relative to values of about 1: float32 sums of some hundred products, or an output rounded to bfloat16.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1.6e-2}
+
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"heads_per_kv_head": 1, "block_size": 8},
+    {"heads_per_kv_head": 7, "num_kv_heads": 1, "head_dim": 80},
+    {"heads_per_kv_head": 4, "head_dim": 96, "block_size": 32},
+    {"heads_per_kv_head": 5, "head_dim": 24, "block_size": 7},
+    {"heads_per_kv_head": 2, "head_dim": 128, "block_size": 1},
+    {"heads_per_kv_head": 8, "num_kv_heads": 1, "head_dim": 256, "block_size": 512},
+    {"window": 1},
+    {"window": 20, "head_dim": 16},
+    {"window": 100, "softcap": 3.0},
+    {"softcap": 50.0, "scaling": 0.3, "head_dim": 8},
+]
+
+
+def _whole(problem: Problem, backend: AttentionBackend) -> list[torch.Tensor]:
+    pieces = [(index, 0, len(query)) for index, query in enumerate(problem.queries)]
+    return compute(problem, backend, poisoned_pool(problem), pieces)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+def test_attention_differs_from_float64(backend: AttentionBackend, shape: dict[str, Any], dtype: str) -> None:
+    problem = make_problem([1, 5, 64, 65, 200], seed=3, dtype=dtype, **shape)
+    for index, output in enumerate(_whole(problem, backend)):
+        difference = np.abs(output.double().numpy() - expected(problem, index)).max()
+        assert difference < TOLERANCE[dtype], (index, difference)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_decode_over_an_old_cache_differs_from_float64(dtype: str) -> None:
+    """K and V of the earlier tokens come from earlier forwards, and only the last row is computed."""
+    problem = make_problem([700, 130, 3], seed=5, dtype=dtype)
+    for backend in BACKENDS:
+        pool = poisoned_pool(problem)
+        compute(problem, backend, pool, [(0, 0, 699), (1, 0, 129), (2, 0, 2)])
+        outputs = compute(problem, backend, pool, [(2, 2, 3), (0, 699, 700), (1, 129, 130)])
+        for index, output in zip((2, 0, 1), outputs, strict=True):
+            assert np.abs(output[0].double().numpy() - expected(problem, index)[-1]).max() < TOLERANCE[dtype]
+
+
+def test_scores_far_apart_become_nan() -> None:
+    """One key outweighs all others by more than float32 can hold, early or late in the sequence."""
+    for place in (0, 100, 199):
+        problem = make_problem([200], seed=7, scaling=40.0)
+        problem.keys[0][place] *= 30
+        for backend in BACKENDS:
+            difference = np.abs(_whole(problem, backend)[0].double().numpy() - expected(problem, 0)).max()
+            assert difference < 1e-3
+
+
+@st.composite
+def _plans(draw: st.DrawFn) -> tuple[Problem, list[list[tuple[int, int, int]]]]:
+    """A problem and forwards that compute each sequence in any chunks, beside any of the others."""
+    lengths = draw(st.lists(st.integers(1, 150), min_size=1, max_size=4))
+    problem = make_problem(
+        lengths,
+        seed=draw(st.integers(0, 99)),
+        num_kv_heads=draw(st.sampled_from([1, 2])),
+        heads_per_kv_head=draw(st.sampled_from([1, 2, 3, 4, 7])),
+        head_dim=draw(st.sampled_from([8, 24, 64])),
+        block_size=draw(st.sampled_from([3, 16, 32])),
+        dtype=draw(st.sampled_from(["float32", "bfloat16"])),
+        window=draw(st.sampled_from([None, None, 1, 30, 70])),
+        softcap=draw(st.sampled_from([None, None, 4.0])),
+    )
+    done, forwards = [0] * len(lengths), []
+    while any(start < length for start, length in zip(done, lengths, strict=True)):
+        unfinished = [index for index, length in enumerate(lengths) if done[index] < length]
+        members = draw(st.lists(st.sampled_from(unfinished), min_size=1, unique=True))
+        forward = []
+        for index in members:
+            left = lengths[index] - done[index]
+            count = draw(st.sampled_from(sorted({1, min(2, left), min(17, left), min(64, left), left})))
+            forward.append((index, done[index], done[index] + count))
+            done[index] += count
+        forwards.append(forward)
+    return problem, forwards
+
+
+@given(_plans())
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_company_or_chunks_change_a_bit(case: tuple[Problem, list[list[tuple[int, int, int]]]]) -> None:
+    problem, forwards = case
+    alone = [
+        compute(problem, CPU, poisoned_pool(problem), [(index, 0, len(query))])[0]
+        for index, query in enumerate(problem.queries)
+    ]
+    pool = poisoned_pool(problem)
+    for forward in forwards:
+        for (index, start, end), output in zip(forward, compute(problem, CPU, pool, forward), strict=True):
+            assert torch.equal(output, alone[index][start:end]), forward
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_long_context_changes_a_bit(dtype: str) -> None:
+    """More query rows than one item holds, and a prompt's last token again as a decode step."""
+    problem = make_problem([900, 40], seed=11, dtype=dtype)
+    pool = poisoned_pool(problem)
+    whole = compute(problem, CPU, pool, [(0, 0, 900)])[0]
+    again = compute(problem, CPU, pool, [(1, 0, 40), (0, 899, 900)])[1]
+    assert torch.equal(again[0], whole[-1])
+    chunked = [compute(problem, CPU, pool, [(0, start, min(start + 333, 900))])[0] for start in range(0, 900, 333)]
+    assert torch.equal(torch.cat(chunked), whole)
+
+
+@pytest.fixture
+def three_threads() -> Iterator[CpuAttention]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield CpuAttention(KERNEL_FOLDER)
+    torch.set_num_threads(before)
+
+
+def test_number_of_threads_changes_a_bit(three_threads: CpuAttention) -> None:
+    problem = make_problem([500, 1, 90, 64], seed=13, heads_per_kv_head=4)
+    for alone, shared in zip(_whole(problem, CPU), _whole(problem, three_threads), strict=True):
+        assert torch.equal(alone, shared)
+    pool = poisoned_pool(problem)
+    compute(problem, CPU, pool, [(0, 0, 499), (2, 0, 89)])
+    step: Sequence[tuple[int, int, int]] = [(2, 89, 90), (0, 499, 500)]
+    for alone, shared in zip(
+        compute(problem, CPU, pool, step), compute(problem, three_threads, pool, step), strict=True
+    ):
+        assert torch.equal(alone, shared)
