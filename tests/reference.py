@@ -16,15 +16,25 @@ def _model(directory: Path) -> Any:
 
 
 @torch.inference_mode()
-def greedy(directory: Path, prompt: Sequence[int], max_tokens: int, *, ignore_eos: bool = True) -> list[int]:
-    """The output ids; without `ignore_eos` it ends with the end-of-sequence token, if one comes."""
+def greedy(
+    directory: Path, prompt: Sequence[int], max_tokens: int, *, ignore_eos: bool = True, **options: Any
+) -> list[int]:
+    """The output ids; without `ignore_eos` it ends with the end-of-sequence token, if one comes. `options` are those of
+    transformers' `generate`."""
     output = _model(directory).generate(
         torch.tensor([list(prompt)]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
         do_sample=False,
         max_new_tokens=max_tokens,
-        min_new_tokens=None,
         eos_token_id=None if ignore_eos else _model(directory).generation_config.eos_token_id,
         pad_token_id=0,
+        **options,
     )
     return [int(token) for token in output[0, len(prompt) :]]
+
+
+@torch.inference_mode()
+def logits(directory: Path, token_ids: Sequence[int]) -> torch.Tensor:
+    """Float32 `[tokens, vocab]`: after each token, what the model makes of the next one."""
+    found: torch.Tensor = _model(directory)(torch.tensor([list(token_ids)])).logits[0]
+    return found

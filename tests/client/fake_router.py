@@ -5,6 +5,7 @@ about afterwards is recorded.
 """
 
 import asyncio
+import math
 import threading
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
@@ -146,8 +147,23 @@ async def _silent(router: FakeRouter) -> AsyncIterator[Response]:
         raise
 
 
+async def _logprobs(_: FakeRouter) -> AsyncIterator[Response]:
+    def entry(token_id: int, logprob: float | None, top: dict[int, float]) -> inference_pb2.TokenLogprobs:
+        likeliest = [inference_pb2.TopLogprob(token_id=other, logprob=value) for other, value in top.items()]
+        return inference_pb2.TokenLogprobs(token_id=token_id, logprob=logprob, top=likeliest)
+
+    for prompt in ([entry(5, None, {}), entry(6, -2.5, {0: -0.5})], [entry(7, -math.inf, {})]):
+        yield Response(request_id="echoed", chunk=inference_pb2.GenerateChunk(prompt_logprobs=prompt))
+    for token_id, logprob in ((1, -0.25), (2, 0.0)):
+        answer = chunk("x", token_id)
+        answer.chunk.logprobs.append(entry(token_id, logprob, {token_id: logprob, 9: -4.0}))
+        yield answer
+    yield complete()
+
+
 SCRIPTS: dict[str, Callable[[FakeRouter], AsyncIterator[Response]]] = {
     "stop token": _stop_token,
+    "logprobs": _logprobs,
     "refuse": _refuse,
     "fail midway": _fail_midway,
     "truncate": _truncate,

@@ -1,6 +1,7 @@
 """Both clients against a scripted router: what an application sees, and what the router sees of it."""
 
 import asyncio
+import math
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from splitserve import AsyncClient, Client
-from splitserve.client.types import Chunk, Generation
+from splitserve.client.types import Chunk, Generation, TokenLogprobs
 from splitserve.service import errors
 from tests.client.fake_router import ECHO_IDS, WORDS, FakeRouter
 
@@ -85,6 +86,28 @@ async def test_result_lost_some_of_what_the_router_said(client: Any) -> None:
     )
 
 
+async def test_logprob_was_lost_or_changed(client: Any) -> None:
+    """C10: absent is not zero, minus infinity is a number, and every chunk has its own."""
+    chunks: list[Chunk] = []
+    result = await client.chunks("logprobs", chunks)
+    assert result.prompt_logprobs == (
+        TokenLogprobs(5, None, {}),
+        TokenLogprobs(6, -2.5, {0: -0.5}),
+        TokenLogprobs(7, -math.inf, {}),
+    )
+    assert result.logprobs == (
+        TokenLogprobs(1, -0.25, {1: -0.25, 9: -4.0}),
+        TokenLogprobs(2, 0.0, {2: 0.0, 9: -4.0}),
+    )
+    assert [(len(c.token_ids), len(c.logprobs), len(c.prompt_logprobs)) for c in chunks] == [
+        (0, 0, 2),
+        (0, 0, 1),
+        (1, 1, 0),
+        (1, 1, 0),
+    ]
+    assert list(result.logprobs[0].top) == [1, 9]
+
+
 async def test_stop_token_zero_was_taken_for_no_stop(client: Any) -> None:
     assert (await client.generate("stop token")).matched_stop == 0
 
@@ -124,6 +147,11 @@ async def test_options_were_dropped_on_the_way(client: Any, router: FakeRouter) 
         stop_token_ids=[0],
         seed=0,
         logit_bias={5: -100.0},
+        logprobs=0,
+        prompt_logprobs=3,
+        repetition_penalty=1.0,
+        presence_penalty=0.0,
+        frequency_penalty=-0.5,
         top_p=None,
     )
     request, params = router.requests[0], router.requests[0].sampling_params
@@ -133,6 +161,10 @@ async def test_options_were_dropped_on_the_way(client: Any, router: FakeRouter) 
     assert params.HasField("top_k")
     assert params.HasField("seed")
     assert not params.HasField("top_p")
+    assert params.HasField("logprobs")
+    assert (params.logprobs, params.prompt_logprobs, params.frequency_penalty) == (0, 3, -0.5)
+    assert params.HasField("repetition_penalty")
+    assert params.HasField("presence_penalty")
     assert not params.HasField("max_tokens")
     assert (list(params.stop), list(params.stop_token_ids), dict(params.logit_bias)) == (
         ["\n", "END"],

@@ -159,6 +159,13 @@ def test_token_of_no_probability_is_drawn() -> None:
         ("min_p", math.nan),
         ("min_p", -1.0),
         ("top_k", -5),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", math.nan),
+        ("repetition_penalty", math.inf),
+        ("presence_penalty", math.nan),
+        ("frequency_penalty", math.inf),
+        ("logit_bias", ((5, 1.0), (6, math.nan))),
+        ("logprobs", -1),
         ("seed", 2**64),
         ("seed", -1),
         ("max_tokens", 0),
@@ -166,7 +173,7 @@ def test_token_of_no_probability_is_drawn() -> None:
         ("min_tokens", -1),
     ],
 )
-def test_bad_parameter_is_accepted(field: str, value: float) -> None:
+def test_bad_parameter_is_accepted(field: str, value: object) -> None:
     """C62: NaN passes every comparison written the wrong way round."""
     with pytest.raises(ValueError, match=field):
         replace(PARAMS, **{field: value})

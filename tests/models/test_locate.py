@@ -63,6 +63,7 @@ def test_a_directory_is_described_wrongly(tmp_path: Path) -> None:
 
 def test_the_generation_config_is_not_heard(tmp_path: Path) -> None:
     generation = {"eos_token_id": [7, 8], "temperature": 1, "top_p": 0.9, "top_k": 20, "min_p": 0.05}
+    generation |= {"repetition_penalty": 1.1}
     found = describe(write_model(tmp_path, generation=generation), "m", "r")
     assert found.eos_token_ids == (7, 8)
     assert (found.default_temperature, found.default_top_p, found.default_top_k, found.default_min_p) == (
@@ -71,6 +72,7 @@ def test_the_generation_config_is_not_heard(tmp_path: Path) -> None:
         20,
         0.05,
     )
+    assert found.default_repetition_penalty == 1.1
 
 
 def test_other_families_spellings_are_not_known(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from router.dispatcher import ClusterDispatcher
 from router.flow import RequestFlow
 from router.membership import Membership
 from router.metrics import RouterMetrics
-from router.request import FinishReason, GenerationRequest, Sampling, TokenEvent
+from router.request import Event, FinishReason, GenerationRequest, Sampling, TokenEvent, TokenLogprobs
 from router.worker import (
     Accepted,
     Ended,
@@ -22,6 +22,7 @@ from router.worker import (
     Identity,
     Link,
     LoadReport,
+    PromptLogprobsArrived,
     Refused,
     Reserved,
     Role,
@@ -93,14 +94,33 @@ class FakeWorker:
     def accepted(self, attempt: str, num_cached_tokens: int = 0) -> None:
         self.say(attempt, Accepted(num_cached_tokens))
 
-    def first(self, attempt: str, position: int, token: int, finish: FinishReason | None = None) -> None:
-        self.say(attempt, FirstTokensArrived((self._token(position, token, finish),)))
+    def prompt_logprobs(self, attempt: str, start: int, *tokens: TokenLogprobs) -> None:
+        self.say(attempt, PromptLogprobsArrived(start, tokens))
 
-    def token(self, attempt: str, position: int, token: int, finish: FinishReason | None = None) -> None:
-        self.say(attempt, self._token(position, token, finish))
+    def first(
+        self,
+        attempt: str,
+        position: int,
+        token: int,
+        finish: FinishReason | None = None,
+        logprobs: TokenLogprobs | None = None,
+    ) -> None:
+        self.say(attempt, FirstTokensArrived((self._token(position, token, finish, logprobs),)))
 
-    def _token(self, position: int, token: int, finish: FinishReason | None) -> TokenArrived:
-        return TokenArrived(self.worker.worker_id, 0, position, token, finish)
+    def token(
+        self,
+        attempt: str,
+        position: int,
+        token: int,
+        finish: FinishReason | None = None,
+        logprobs: TokenLogprobs | None = None,
+    ) -> None:
+        self.say(attempt, self._token(position, token, finish, logprobs))
+
+    def _token(
+        self, position: int, token: int, finish: FinishReason | None, logprobs: TokenLogprobs | None
+    ) -> TokenArrived:
+        return TokenArrived(self.worker.worker_id, 0, position, token, finish, logprobs)
 
 
 class Router:
@@ -195,6 +215,11 @@ def request(num_prompt: int = 10, deadline_s: float = 600.0, priority: int = 0, 
 
 async def collect(flow: RequestFlow) -> list[TokenEvent]:
     """All tokens of a flow; closes it whatever happens."""
+    return [event for event in await collect_all(flow) if isinstance(event, TokenEvent)]
+
+
+async def collect_all(flow: RequestFlow) -> list[Event]:
+    """As `collect`, with the prompt's logprobs."""
     try:
         return [event async for event in flow]
     finally:

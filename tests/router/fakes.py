@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from router.request import ClusterLimits, FinishReason, GenerationRequest, TokenEvent
+from router.request import ClusterLimits, Event, FinishReason, GenerationRequest, TokenEvent
 from splitserve.models.description import ModelDescription
 from splitserve.models.detokenizer import DecodeStream, Detokenizer
 from splitserve.service.errors import InvalidRequest
@@ -105,7 +105,7 @@ class Wait:
         self.event = event or asyncio.Event()
 
 
-Step = TokenEvent | BaseException | Wait
+Step = Event | BaseException | Wait
 
 
 class FakeGeneration:
@@ -119,7 +119,7 @@ class FakeGeneration:
         self.num_closed = 0
         self._script = list(script)
 
-    async def __aiter__(self) -> AsyncIterator[TokenEvent]:
+    async def __aiter__(self) -> AsyncIterator[Event]:
         for step in self._script:
             if isinstance(step, Wait):
                 await step.event.wait()

@@ -1,0 +1,243 @@
+"""Sampling across the hand-off: prefill, decode and every later attempt choose and tell the same."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from prefill_worker.prompt_logprobs import limit_scored
+from prefill_worker.scheduler import Chunk
+from splitserve.service.reasons import Reason
+from splitserve.worker import messages
+from tests.reference import greedy, logits
+from tests.tiny_models import EOS_TOKEN_ID
+from tests.workers.pair import Pair
+from tests.workers.test_hand_off import prompt_of
+
+MakePair = Callable[..., Pair]
+Tiny = Callable[[str], Path]
+
+PENALTIES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"repetition_penalty": 1.4}, {"repetition_penalty": 1.4}),
+    ({"logit_bias": {7: -100.0, 30: 4.0}}, {"sequence_bias": {(7,): -100.0, (30,): 4.0}}),
+    (
+        {"repetition_penalty": 1.2, "logit_bias": {2: 3.0}, "ignore_eos": False, "min_tokens": 9},
+        {"repetition_penalty": 1.2, "sequence_bias": {(2,): 3.0}, "ignore_eos": False, "min_new_tokens": 9},
+    ),
+]
+
+EVERYTHING: dict[str, Any] = {
+    "seed": 3,
+    "temperature": 1.2,
+    "top_k": 60,
+    "top_p": 0.95,
+    "min_p": 0.01,
+    "repetition_penalty": 1.3,
+    "presence_penalty": 0.8,
+    "frequency_penalty": 0.5,
+    "logit_bias": {30: 3.0, 31: 3.0},
+    "min_tokens": 10,
+    "ignore_eos": False,
+    "logprobs": 4,
+}
+
+
+def generated(pair: Pair, prompt: Sequence[int], outputs: Sequence[int] = (), **changes: Any) -> list[messages.Token]:
+    """What decode says of one attempt, the repeated first token included."""
+    attempt = pair.begin(prompt, outputs, **changes)
+    pair.until(lambda: pair.is_finished(attempt))
+    return pair.tokens(attempt)
+
+
+def first_token(pair: Pair) -> messages.Token:
+    """What prefill said last."""
+    token: messages.Token = pair.prefill.said(messages.FirstTokens)[-1].tokens[0]
+    return token
+
+
+@pytest.mark.parametrize(("ours", "theirs"), PENALTIES, ids=["repetition", "bias", "together"])
+def test_text_differs_from_transformers(
+    ours: dict[str, Any], theirs: dict[str, Any], tiny: Tiny, make_pair: MakePair
+) -> None:
+    pair = make_pair(max_num_batched_tokens=24)
+    plain = [greedy(tiny("llama"), prompt_of(length), 30) for length in (1, 40)]
+    expected = [greedy(tiny("llama"), prompt_of(length), 30, **theirs) for length in (1, 40)]
+    assert expected != plain, "the options change nothing"
+    texts = pair.generate([prompt_of(1), prompt_of(40)], max_tokens=30, **ours)
+    assert texts == expected
+
+
+def test_later_attempt_chooses_or_tells_something_else(make_pair: MakePair) -> None:
+    """Each output position in turn is the first of an attempt: drawn by prefill, where otherwise decode draws it."""
+    pair = make_pair(max_num_batched_tokens=24)
+    prompt = prompt_of(40)
+    whole = generated(pair, prompt, max_tokens=14, **EVERYTHING)
+    ids = [token.token_id for token in whole]
+    assert len(ids) == 14
+    for cut in range(1, 14):
+        again = generated(pair, prompt, ids[:cut], max_tokens=14, **EVERYTHING)
+        assert [(t.token_id, t.position, t.logprobs) for t in again] == [
+            (t.token_id, t.position, t.logprobs) for t in whole[cut:]
+        ]
+        assert first_token(pair).logprobs == whole[cut].logprobs
+    pair.assert_drained()
+
+
+def test_company_changes_what_is_chosen(make_pair: MakePair) -> None:
+    prompts = [prompt_of(length, seed=length) for length in (3, 17, 40)]
+    alone = [make_pair().generate([prompt], max_tokens=14, **EVERYTHING)[0] for prompt in prompts]
+    assert make_pair(max_num_batched_tokens=24).generate(prompts, max_tokens=14, **EVERYTHING) == alone
+
+
+def test_first_token_has_another_logprob_or_none(tiny: Tiny, make_pair: MakePair) -> None:
+    """C10: one entry per token, the first included, from both workers, by the model's own logits."""
+    prompt = prompt_of(40)
+    tokens = generated(make_pair(), prompt, max_tokens=12, **(EVERYTHING | {"min_tokens": 12}))
+    ids = [token.token_id for token in tokens]
+    assert len(ids) == 12
+    expected = torch.log_softmax(logits(tiny("llama"), prompt + ids)[len(prompt) - 1 :], -1)
+    for row, token in zip(expected, tokens, strict=False):
+        assert token.logprobs is not None
+        assert token.logprobs.token_id == token.token_id
+        assert token.logprobs.logprob == pytest.approx(float(row[token.token_id]), abs=1e-4)
+        assert token.logprobs.top_ids == row.topk(4).indices.tolist()
+        assert token.logprobs.top_logprobs == pytest.approx(row.topk(4).values.tolist(), abs=1e-4)
+
+
+def test_logprobs_come_uninvited(make_pair: MakePair) -> None:
+    pair = make_pair()
+    assert [token.logprobs for token in generated(pair, prompt_of(20), max_tokens=3)] == [None] * 3
+    (own,) = {len(token.logprobs.top_ids) for token in generated(pair, prompt_of(20), max_tokens=3, logprobs=0)}
+    assert own == 0
+
+
+@pytest.mark.parametrize("length", [1, 2, 16, 61])
+@pytest.mark.parametrize("budget", [7, 512])
+def test_prompt_logprobs_differ_from_one_forward(length: int, budget: int, tiny: Tiny, make_pair: MakePair) -> None:
+    """C10: whatever the chunks, and beside a prompt that asks for none."""
+    pair = make_pair(max_num_batched_tokens=budget)
+    prompt = prompt_of(length)
+    other = pair.begin(prompt_of(20), max_tokens=3)
+    attempt = pair.begin(prompt, max_tokens=3, prompt_logprobs=3)
+    pair.until(lambda: pair.is_finished(attempt) and pair.is_finished(other))
+    entries = prompt_entries(pair, attempt)
+    assert [entry.token_id for entry in entries] == prompt
+    assert (entries[0].logprob, entries[0].top_ids) == (None, [])
+    expected = torch.log_softmax(logits(tiny("llama"), prompt), -1)
+    for row, entry in zip(expected, entries[1:], strict=False):
+        assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=1e-4)
+        assert entry.top_ids == row.topk(3).indices.tolist()
+        assert entry.top_logprobs == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
+    assert prompt_entries(pair, other) == []
+    assert [token.token_id for token in pair.tokens(attempt)] == greedy(tiny("llama"), prompt, 3)
+    pair.assert_drained()
+
+
+def prompt_entries(pair: Pair, attempt: str) -> list[messages.Logprobs]:
+    """In the order of their positions, each said once, and all before the first tokens."""
+    entries: list[messages.Logprobs] = []
+    for report in pair.prefill.reports:
+        if isinstance(report, messages.PromptLogprobs) and report.attempt == attempt:
+            assert report.start == len(entries)
+            entries += report.tokens
+        elif isinstance(report, messages.FirstTokens) and report.attempt == attempt:
+            return entries
+    raise AssertionError("no first tokens")
+
+
+def test_prompt_of_nan_gives_numbers(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C62: the attempt ends with a reason, and its neighbour does not."""
+    pair = make_pair()
+    run = pair.prefill.runner.run
+
+    def poisoned(segments: Any) -> torch.Tensor:
+        rows = run(segments).clone()
+        if len(rows) > 1:  # those of the prompt alone, or behind the last one of its neighbour
+            rows[-5] = math.nan
+        return rows
+
+    monkeypatch.setattr(pair.prefill.runner, "run", poisoned)
+    good, bad = pair.begin(prompt_of(5), max_tokens=3), pair.begin(prompt_of(20), max_tokens=3, prompt_logprobs=0)
+    pair.until(lambda: pair.is_finished(good) and bool(pair.endings(bad)))
+    assert pair.endings(bad)[0].reason is Reason.INTERNAL
+    pair.decode.inbox.put(messages.Release(bad, "lost"))
+    pair.assert_drained()
+
+
+@pytest.mark.parametrize(
+    ("chunks", "kept"),
+    [
+        ([("a", 0, 100), ("b", 0, 900)], [("a", 0, 100), ("b", 0, 900)]),
+        ([("x", 0, 900)], [("x", 0, 512)]),
+        ([("x", 64, 500), ("a", 0, 30), ("y", 0, 100)], [("x", 64, 500), ("a", 0, 30), ("y", 0, 12)]),
+        ([("x", 0, 512), ("y", 0, 100), ("a", 5, 9)], [("x", 0, 512), ("a", 5, 9)]),
+    ],
+)
+def test_step_holds_more_logits_than_fit(chunks: list[Any], kept: list[Any]) -> None:
+    planned = [Chunk(*chunk) for chunk in chunks]
+    assert limit_scored(planned, frozenset({"x", "y"})) == [Chunk(*chunk) for chunk in kept]
+
+
+def test_seed_gives_two_texts_or_seeds_give_one(tiny: Tiny, make_pair: MakePair) -> None:
+    """C08: twenty times seed 1; then seeds 1 to 50, whose first tokens vary as the probabilities say."""
+    pair = make_pair()
+    prompt = prompt_of(20)
+    texts = [pair.generate([prompt], seed=1, temperature=0.8, max_tokens=20)[0] for _ in range(20)]
+    assert texts == texts[:1] * 20
+    first = [pair.generate([prompt], seed=seed, temperature=0.8, max_tokens=1)[0][0] for seed in range(1, 51)]
+    probabilities = torch.softmax(logits(tiny("llama"), prompt)[-1].double() / 0.8, -1).numpy()
+    # Five groups of tokens of about a fifth of the probability each: 50 draws make some ten in each.
+    order = np.argsort(-probabilities)
+    group = np.empty(probabilities.size, dtype=np.int64)
+    group[order] = np.minimum(probabilities[order].cumsum() * 5, 4.999).astype(np.int64)
+    expected = np.bincount(group, weights=probabilities, minlength=5) * 50
+    observed = np.bincount(group[first], minlength=5)
+    chi_square = float(((observed - expected) ** 2 / expected)[expected > 0].sum())
+    assert chi_square < 18.5  # 0.1 % of honest samplers exceed it with 4 degrees of freedom; the seeds are fixed
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"max_tokens": 1, "temperature": 1.0}, "length"),
+        ({"logit_bias": {EOS_TOKEN_ID: 100.0}, "ignore_eos": False}, "stop"),
+        ({"logit_bias": {77: 100.0}, "stop_token_ids": [77]}, "stop"),
+        ({"logit_bias": {77: 100.0}, "stop_token_ids": [77], "max_tokens": 1}, "stop"),
+    ],
+    ids=["max_tokens", "eos", "stop token", "both"],
+)
+def test_first_token_escapes_the_end_rules(changes: dict[str, Any], reason: str, make_pair: MakePair) -> None:
+    """C09: one token, the right reason from both workers, and no step on decode."""
+    pair = make_pair()
+    forwards = pair.decode.runner.num_forwards
+    tokens = generated(pair, prompt_of(20), **changes)
+    assert [(token.position, token.finish_reason) for token in tokens] == [(0, reason)]
+    assert first_token(pair).finish_reason == reason
+    assert pair.decode.runner.num_forwards == forwards
+    pair.assert_drained()
+
+
+def test_banned_end_comes_or_the_context_does_not_end_it(make_pair: MakePair) -> None:
+    """C51: end-of-sequence banned by bias, no max_tokens of its own: the text ends with the context."""
+    pair = make_pair(max_model_len=64)
+    (text,) = pair.generate([prompt_of(20)], max_tokens=500, ignore_eos=False, logit_bias={EOS_TOKEN_ID: -100.0})
+    assert len(text) == 44
+    assert EOS_TOKEN_ID not in text
+    pair.assert_drained()
+
+
+def test_requests_without_max_tokens_run_one_by_one(make_pair: MakePair) -> None:
+    """C51: eight at once in a pool of three contexts, each free to fill one: blocks are taken as they are needed."""
+    context = 256
+    pair = make_pair(max_model_len=context, decode_blocks=3 * context // 16)
+    options = {"max_tokens": context - 20, "ignore_eos": False, "min_tokens": 40, "logit_bias": {EOS_TOKEN_ID: 20.0}}
+    attempts = [pair.begin(prompt_of(20, seed), seed=seed, **options) for seed in range(8)]
+    pair.until(lambda: len(pair.decode.engine._running) == 8 or any(map(pair.is_finished, attempts)))
+    assert len(pair.decode.engine._running) == 8
+    pair.until(lambda: all(map(pair.is_finished, attempts)))
+    assert {pair.tokens(attempt)[-1].finish_reason for attempt in attempts} == {"stop"}
+    pair.assert_drained()
