@@ -13,9 +13,10 @@ from prefill_worker.prompt_logprobs import limit_scored
 from prefill_worker.scheduler import Chunk
 from splitserve.service.reasons import Reason
 from splitserve.worker import messages
+from splitserve.worker.sampling import sampling_params
 from tests.reference import greedy, logits
 from tests.tiny_models import EOS_TOKEN_ID
-from tests.workers.pair import Pair
+from tests.workers.pair import Pair, limits
 from tests.workers.test_hand_off import prompt_of
 
 MakePair = Callable[..., Pair]
@@ -106,6 +107,17 @@ def test_first_token_has_another_logprob_or_none(tiny: Tiny, make_pair: MakePair
         assert token.logprobs.logprob == pytest.approx(float(row[token.token_id]), abs=1e-4)
         assert token.logprobs.top_ids == row.topk(4).indices.tolist()
         assert token.logprobs.top_logprobs == pytest.approx(row.topk(4).values.tolist(), abs=1e-4)
+
+
+def test_limit_of_the_request_is_not_the_samplers() -> None:
+    asked = limits(
+        seed=9, temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, min_tokens=2, stop_token_ids=[3], ignore_eos=False,
+        repetition_penalty=1.1, presence_penalty=-0.5, frequency_penalty=0.25, logit_bias={3: -1.0}, logprobs=4,
+    )  # fmt: skip
+    params = sampling_params(asked)
+    for name in set(messages.Limits.__struct_fields__) - {"stop_token_ids", "logit_bias", "prompt_logprobs"}:
+        assert getattr(params, name) == getattr(asked, name), name
+    assert (params.stop_token_ids, params.logit_bias) == ((3,), ((3, -1.0),))
 
 
 def test_logprobs_come_uninvited(make_pair: MakePair) -> None:
