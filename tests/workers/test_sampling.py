@@ -149,6 +149,22 @@ def test_prompt_logprobs_differ_from_one_forward(length: int, budget: int, tiny:
     pair.assert_drained()
 
 
+def test_warm_cache_leaves_prompt_logprobs_out(make_pair: MakePair) -> None:
+    """The prompt is in both caches, whole: its logprobs are computed all the same, and a request without them hits."""
+    pair = make_pair(max_num_batched_tokens=24)
+    prompt = prompt_of(64)
+    cold = pair.begin(prompt, max_tokens=2, prompt_logprobs=2)
+    pair.until(lambda: pair.is_finished(cold))
+    for wanted in (2, None, 2):
+        again = pair.begin(prompt, max_tokens=2, prompt_logprobs=wanted)
+        pair.until(lambda again=again: pair.is_finished(again))
+        (accepted,) = [report for report in pair.prefill.said(messages.Accepted) if report.attempt == again]
+        assert accepted.num_cached_tokens == (63 if wanted is None else 0)
+        expected = [] if wanted is None else prompt_entries(pair, cold)
+        assert prompt_entries(pair, again) == expected
+    pair.assert_drained()
+
+
 def prompt_entries(pair: Pair, attempt: str) -> list[messages.Logprobs]:
     """In the order of their positions, each said once, and all before the first tokens."""
     entries: list[messages.Logprobs] = []
