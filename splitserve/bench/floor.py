@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from splitserve.bench.timing import Task
 from splitserve.bench.workload import Case
 from splitserve.engine.layout import KVLayout
+from splitserve.engine.transformers_api import AutoConfig, AutoModelForCausalLM
 
 READ_BUFFER_BYTES = 512 << 20  # well above any cache that one model's forward could stay in
 _READ_COLUMNS = 1024

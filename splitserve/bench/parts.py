@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from splitserve.bench.timing import Stopwatch, Task
 from splitserve.engine.attention import INTERFACE_NAME
 from splitserve.engine.runner import ModelRunner
+from splitserve.engine.transformers_api import ALL_ATTENTION_FUNCTIONS
 
 # In the order of a report. "glue" is rotary embeddings, activations, residuals and the model's own Python; "prepare" is
 # checks, packing, the attention's plan, and what else happens around the model's forward.

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
-from transformers.utils import logging as transformers_logging
+from transformers import GenerationConfig, LlamaConfig
+
+from splitserve.engine.transformers_api import AutoModelForCausalLM, transformers_logging
 
 # As large as trained weights: the library's own would leave attention nearly uniform, and hide what is wrong with it.
 _WEIGHT_SCALE = 1.4

@@ -7,7 +7,7 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +39,19 @@ def make_report(
 ) -> Report:
     return Report(
         bench=bench,
-        version=version("splitserve"),
+        version=_own_version(),
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         machine=describe_machine(device),
         args=args,
         rows=rows,
     )
+
+
+def _own_version() -> str:
+    try:
+        return version("splitserve")
+    except PackageNotFoundError:
+        return "source tree"  # run from there, without an installation
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from splitserve.client.sync import Client
+from splitserve.engine.transformers_api import AutoModelForCausalLM
 
 _REQUEST_S = 120.0
 

@@ -1,11 +1,21 @@
 """What --device means, and what a user hears when there is no such device."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
+from splitserve.engine.attention import INTERFACE_NAME, register_paged_attention
+from splitserve.engine.batch import Segment
 from splitserve.engine.device import choose_device
 from splitserve.engine.layout import KVLayout
+from splitserve.engine.linear import choose_linear
 from splitserve.engine.pool import KVPool
+from splitserve.engine.runner import ModelRunner
+from splitserve.engine.torch_attention import TorchAttention
 from splitserve.service.config import parse_device
 
 
@@ -78,3 +88,51 @@ def test_copied_block_differs_or_spreads() -> None:
     for source, target in ((4, 0), (0, 4), (-1, 0)):
         with pytest.raises(ValueError, match="pool of 4 blocks"):
             pool.copy_block(source, target)
+
+
+class OneDevice(TorchDispatchMode):
+    """Notes every operation that mixes tensors of two devices; single numbers and copies may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixing: list[str] = []
+        self.num_seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+        self.num_seen += 1
+        if len({tensor.device for tensor in tensors}) > 1 and "copy" not in str(func):
+            self.mixing.append(str(func))
+        return result
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_forward_mixes_the_devices_tensors_with_host_ones(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """A prompt, a chunk and two decode tokens on torch's device without memory. It refuses to show a value: so besides,
+    nothing of ours makes the host wait for a GPU within a forward."""
+    # transformers looks into the positions, for sequences that share a row.
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
+    register_paged_attention()
+    config = AutoConfig.for_model(
+        family, vocab_size=384, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, sliding_window=20, max_position_embeddings=1024,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=INTERFACE_NAME)
+    linear, _ = choose_linear("meta", torch.bfloat16)
+    linear.prepare(model)
+    pool = KVPool(KVLayout(2, 2, 16, 16, "bfloat16"), 100, "meta")
+    runner = ModelRunner(model.eval(), pool, TorchAttention(), num_heads=4, max_model_len=1024, min_rows=2)
+    segments = [
+        Segment(list(range(300)), 0, list(range(20)), wants_logits=True),
+        Segment(list(range(70)), 30, list(range(20, 30)), wants_logits=False),
+        Segment([5], 99, list(range(30, 40)), wants_logits=True),
+        Segment([5], 300, list(range(40, 60)), wants_logits=True),
+    ]
+    with OneDevice() as watched:
+        logits = runner.run(segments)
+        pool.copy_block(1, 2)
+    assert watched.mixing == []
+    assert watched.num_seen > 100
+    assert (logits.shape, logits.device.type) == ((3, 384), "meta")

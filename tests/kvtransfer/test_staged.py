@@ -4,8 +4,6 @@ The device of these tests does nothing until somebody waits for it, so whoever f
 """
 
 import gc
-import threading
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,34 +13,9 @@ from splitserve.engine.layout import KVLayout
 from splitserve.engine.pool import KVPool
 from splitserve.engine.staging import StagedStore
 from tests.kvtransfer.worlds import World, connect
+from tests.lazy_device import LazyDevice
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=4, dtype="bfloat16")
-
-
-class LazyDevice:
-    """A `CopyLane` over host memory; the engine's work runs in order, when a copy waits for a mark behind it."""
-
-    def __init__(self) -> None:
-        self.num_done = 0
-        self.engine_thread = threading.get_ident()
-        self._work: list[Callable[[], object]] = []
-
-    def launch(self, work: Callable[[], object]) -> None:
-        self._work.append(work)
-
-    def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-    def mark(self) -> object:
-        assert threading.get_ident() == self.engine_thread
-        return len(self._work)
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor, after: object) -> None:
-        assert isinstance(after, int)
-        while self.num_done < after:
-            self._work[self.num_done]()
-            self.num_done += 1
-        target.copy_(source)
 
 
 class Side:

@@ -18,8 +18,10 @@ from kvtransfer.carrier import Carrier
 from kvtransfer.events import KVEvent
 from kvtransfer.memory import MemoryHub
 from kvtransfer.settings import KVSettings
+from kvtransfer.store import BlockStore
 from prefill_worker.flow import PrefillEngine
 from splitserve.engine.loading import load_runner
+from splitserve.engine.pool import KVPool
 from splitserve.engine.runner import ModelRunner
 from splitserve.models.description import describe
 from splitserve.worker import messages
@@ -82,7 +84,8 @@ def limits(**changes: Any) -> messages.Limits:
 
 
 class Pair:
-    """`wrap` may put a fault-injecting carrier around the prefill side's."""
+    """`wrap` may put a fault-injecting carrier around the prefill side's, `make_store` something between a pool and its
+    KV thread."""
 
     def __init__(
         self,
@@ -93,9 +96,11 @@ class Pair:
         settings: KVSettings | None = None,
         wrap: Callable[[Carrier], Carrier] = lambda carrier: carrier,
         dtype: str = "float32",
+        make_store: Callable[[KVPool], BlockStore] = lambda pool: pool,
         **config: Any,
     ) -> None:
         hub = MemoryHub()
+        self._make_store = make_store
         self._settings = settings or KVSettings()
         self._config = WorkerConfig(model=str(directory), dtype=dtype, **config)
         self.prefill = self._rig("prefill", PrefillEngine, directory, prefill_blocks, wrap(hub.carrier()))
@@ -123,7 +128,7 @@ class Pair:
         agent = KVAgent(
             worker_id=worker_id,
             fingerprint=fingerprint,
-            store=runner.pool,
+            store=self._make_store(runner.pool),
             carrier=carrier,
             settings=self._settings,
             on_event=on_event,
