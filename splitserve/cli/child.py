@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
 from splitserve.cli.roles import ChildSpec
+from splitserve.service.startup import find_startup_line
 
 _LONGEST_LINE = 64 * 1024
 _CHUNK_BYTES = 64 * 1024
@@ -26,11 +27,13 @@ LineSink = Callable[[str, bytes], None]
 
 
 class Child:
-    """A running process. `last_lines` are the newest of what it wrote to stdout and stderr."""
+    """A running process. `last_lines` are the newest of what it wrote to stdout and stderr, `startup_line` is what it
+    said of its start."""
 
     def __init__(self, spec: ChildSpec, process: asyncio.subprocess.Process, output_fd: int, sink: LineSink) -> None:
         self.spec = spec
         self.last_lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
+        self.startup_line: str | None = None
         self._process = process
         self._sink = sink
         self._output = asyncio.create_task(_read_lines(output_fd, self._take_line))
@@ -66,7 +69,9 @@ class Child:
 
     def _take_line(self, line: bytes) -> None:
         if line.strip():
-            self.last_lines.append(line.decode(errors="replace"))
+            text = line.decode(errors="replace")
+            self.last_lines.append(text)
+            self.startup_line = self.startup_line or find_startup_line([text])
         self._sink(self.spec.name, line)
 
 

@@ -17,6 +17,7 @@ from splitserve.cli.child import Child, LineSink
 from splitserve.cli.roles import ChildSpec
 from splitserve.service.config import EXIT_CONFIG
 from splitserve.service.errors import Internal, InvalidRequest, SplitserveError
+from splitserve.service.startup import process_age_s
 
 _OWN_NAME = "splitserve"
 
@@ -61,6 +62,8 @@ class Supervisor:
         self._on_ready = on_ready
         self._policy = policy or Policy()
         self._was_ready = False
+        self._age_at_start_s = 0.0
+        self._children: dict[str, Child] = {}
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
 
@@ -69,6 +72,7 @@ class Supervisor:
 
         SIGINT, SIGTERM and SIGHUP end it; a second one kills at once.
         """
+        self._age_at_start_s = process_age_s()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             # nohup asks for SIGHUP to be ignored. SIGINT may be ignored only because a script started us with "&".
@@ -109,9 +113,11 @@ class Supervisor:
 
     async def _start(self, spec: ChildSpec, parent_fd: int) -> Child:
         try:
-            return await children.start(spec, parent_fd, self._env, self._sink)
+            child = await children.start(spec, parent_fd, self._env, self._sink)
         except OSError as error:
             raise Internal(f"{spec.name} cannot be run: {error}") from error
+        self._children[spec.name] = child
+        return child
 
     async def _until_end(self, child: Child) -> int:
         try:
@@ -139,6 +145,11 @@ class Supervisor:
                     next_notice += self._policy.notice_s
                 await asyncio.sleep(self._policy.poll_s)
         self._was_ready = True
+        before_s = self._age_at_start_s
+        self._say(f"ready after {process_age_s():.1f} s, {before_s:.1f} of them for the model, before any other start")
+        for name, child in self._children.items():
+            if child.startup_line:
+                self._say(f"{name} {child.startup_line}")
         self._on_ready()
 
     def _say(self, text: str) -> None:

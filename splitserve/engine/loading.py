@@ -3,8 +3,8 @@
 Called by the worker's engine process; keeps no state. Everything that a model can be refused for is raised here.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ from splitserve.engine.cpu_attention import choose_attention
 from splitserve.engine.layout import KVLayout
 from splitserve.engine.linear import LinearBackend, choose_linear
 from splitserve.engine.pool import DTYPES, KVPool
+from splitserve.engine.proof import Proof, ProofFolder, proof_name
 from splitserve.engine.report import LoadReport, PartTimes, WeightBytes
 from splitserve.engine.runner import ModelRunner
-from splitserve.engine.selftest import SelfTestResult
 from splitserve.engine.support import UnsupportedModel
 from splitserve.engine.transformers_api import AutoConfig, AutoModelForCausalLM, transformers_logging, without_compiler
 from splitserve.engine.trust import SAFE, Trust
@@ -37,6 +37,25 @@ def resolve_dtype(dtype: str, device: str) -> str:
     return dtype
 
 
+@dataclass(frozen=True)
+class _RunnerMaker:
+    """What all runners of one model have in common, those on scratch pools and the one that serves."""
+
+    attention: AttentionBackend
+    device: str
+    num_heads: int
+    max_model_len: int
+
+    def make(self, model: Any, layout: KVLayout, num_blocks: int, min_rows: int) -> ModelRunner:
+        pool = KVPool(layout, num_blocks, self.device)
+        return ModelRunner(
+            model, pool, self.attention, num_heads=self.num_heads, max_model_len=self.max_model_len, min_rows=min_rows
+        )
+
+    def make_for_test(self, model: Any, layout: KVLayout, min_rows: int = _MIN_ROWS[0]) -> ModelRunner:
+        return self.make(model, layout, selftest.blocks_needed(layout.block_size), min_rows)
+
+
 def load_runner(
     directory: Path,
     *,
@@ -49,13 +68,14 @@ def load_runner(
     progress: Callable[[str], None] | None = None,
     trust: Trust = SAFE,
     kernel_folder: Path | None = None,
+    proof_folder: Path | None = None,
 ) -> ModelRunner:
     """Reads the model in `directory`, proves that it can be served, and makes a pool of `kv_cache_bytes`.
 
     `dtype` is "auto", "bfloat16" or "float32"; `trust` says what of the directory may run; back ends that are not given
     are the fastest that work here, and `report` of the runner names them; `kernel_folder` keeps what is compiled for
-    them, for the next start. UnsupportedModel (a ValueError) with the reason when the model cannot be served;
-    ValueError when not even one block fits into `kv_cache_bytes`.
+    them and `proof_folder` what the self-test found, for the next start. UnsupportedModel (a ValueError) with the
+    reason when the model cannot be served; ValueError when not even one block fits into `kv_cache_bytes`.
     """
     times, progress = PartTimes(), progress or (lambda _: None)
     dtype = resolve_dtype(dtype, device)
@@ -71,39 +91,30 @@ def load_runner(
         config = _read_config(directory, trust)
         support.require_supported(config)
         num_heads, num_kv_heads, head_dim = support.attention_shape(config)
-        max_model_len = support.max_positions(config)
-    layout = KVLayout(config.num_hidden_layers, num_kv_heads, head_dim, block_size, dtype)
+        maker = _RunnerMaker(attention, device, num_heads, support.max_positions(config))
+        layout = KVLayout(config.num_hidden_layers, num_kv_heads, head_dim, block_size, dtype)
+        name = proof_name(directory, device, layout=layout, attention=attention.name, linear=linear.name)
+        proofs = ProofFolder(proof_folder, name)
     num_blocks = kv_cache_bytes // layout.block_nbytes
     if num_blocks < 1:
         raise ValueError(f"{kv_cache_bytes} bytes of KV cache hold no block of {layout.block_nbytes} bytes")
     register_paged_attention()
-
-    def make_runner(model: Any, layout: KVLayout, num_blocks: int, min_rows: int) -> ModelRunner:
-        pool = KVPool(layout, num_blocks, device)
-        return ModelRunner(model, pool, attention, num_heads=num_heads, max_model_len=max_model_len, min_rows=min_rows)
-
-    progress(f"checking that {config.model_type} runs on paged attention")
-    num_test_blocks = selftest.blocks_needed(block_size)
-    with times.part("self-test"):
-        copy = _random_copy(config, trust).to(device)
-        copy_layout = KVLayout(copy.config.num_hidden_layers, num_kv_heads, head_dim, block_size, "float32")
-        copy_runner = make_runner(copy, copy_layout, num_test_blocks, _MIN_ROWS[0])
-        selftest.require_equal_to_eager(copy_runner, copy, "a random copy of two layers")
-
+    known = proofs.recall()
+    if known is None:
+        progress(f"checking that {config.model_type} runs on paged attention")
+        with times.part("self-test"):
+            _require_servable(maker, config, layout, trust)
     progress(f"loading weights as {dtype}")
     with times.part("weights"):
         model = _load_weights(directory, config, dtype, device, trust)
     with times.part("packing"):
         linear.prepare(model)
-
-    progress("comparing with transformers' own attention")
     with times.part("self-test"):
-        tested = [make_runner(model, layout, num_test_blocks, min_rows) for min_rows in _MIN_ROWS]
-        selftest.require_equal_to_eager(tested[0], model, "the model itself")
-        min_rows, result = _least_exact_rows(tested, model)
+        proof = _proof(maker, model, layout, known, progress)
+        proofs.remember(proof)
     with times.part("pool"):
-        runner = make_runner(model, layout, num_blocks, min_rows)
-    runner.numerics, runner.recompute_exact = result.numerics, result.recompute_exact
+        runner = maker.make(model, layout, num_blocks, proof.min_rows)
+    runner.numerics, runner.recompute_exact = proof.numerics, proof.recompute_exact
     runner.report = LoadReport(
         linear=linear.name,
         linear_reason=linear_reason,
@@ -115,15 +126,31 @@ def load_runner(
     return runner
 
 
-def _least_exact_rows(tested: Sequence[ModelRunner], model: Any) -> tuple[int, SelfTestResult]:
-    """The first of `_MIN_ROWS` with which recomputation is exact, or the very first when none is."""
-    results = []
+def _require_servable(maker: _RunnerMaker, config: Any, layout: KVLayout, trust: Trust) -> None:
+    copy = _random_copy(config, trust).to(maker.device)
+    copy_layout = replace(layout, num_layers=copy.config.num_hidden_layers, dtype="float32")
+    runner = maker.make_for_test(copy, copy_layout)
+    selftest.require_equal_to_eager(runner, copy, "a random copy of two layers")
+
+
+def _proof(
+    maker: _RunnerMaker, model: Any, layout: KVLayout, known: Proof | None, progress: Callable[[str], None]
+) -> Proof:
+    """`known`, if the model still computes what it did then; else the outcome of the whole self-test."""
+    if known is not None:
+        progress("comparing with an earlier self-test of the same model")
+        if selftest.numerics(maker.make_for_test(model, layout, known.min_rows)) == known.numerics:
+            return known
+    progress("comparing with transformers' own attention")
+    tested = [maker.make_for_test(model, layout, min_rows) for min_rows in _MIN_ROWS]
+    selftest.require_equal_to_eager(tested[0], model, "the model itself")
+    outcomes = []
     for min_rows, runner in zip(_MIN_ROWS, tested, strict=True):
-        result = selftest.measure(runner)
-        if result.recompute_exact and selftest.linear_rows_are_exact(model, min_rows):
-            return min_rows, result
-        results.append((min_rows, replace(result, recompute_exact=False)))
-    return results[0]
+        is_exact = selftest.is_exact(runner) and selftest.linear_rows_are_exact(model, min_rows)
+        outcomes.append(Proof(min_rows, selftest.numerics(runner), is_exact))
+        if is_exact:
+            return outcomes[-1]
+    return outcomes[0]
 
 
 def _read_config(directory: Path, trust: Trust) -> Any:

@@ -4,7 +4,6 @@ Called by the loader. The caller gives a runner on a scratch pool; nothing here 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
@@ -31,12 +30,6 @@ _FEW_ROW_COUNTS = (9, 33, 100)
 _MANY_WEIGHTS = 4 << 20
 
 
-@dataclass(frozen=True)
-class SelfTestResult:
-    recompute_exact: bool
-    numerics: str
-
-
 def fixed_token_ids(vocab_size: int, count: int, offset: int = 0) -> list[int]:
     """Arbitrary ids, the same on every machine."""
     return [(7919 * (index + 1 + offset) + 104729) % vocab_size for index in range(count)]
@@ -49,9 +42,8 @@ def blocks_needed(block_size: int) -> int:
 
 def require_equal_to_eager(runner: ModelRunner, model: Any, what: str) -> None:
     """UnsupportedModel unless the paged forward of `runner` equals transformers' eager forward of its `model`."""
-    token_ids = fixed_token_ids(runner.vocab_size, min(NUM_TOKENS, runner.max_model_len))
-    paged = _run(runner, [_prompt(runner, token_ids)])[-1]
-    eager = _eager_logits(model, token_ids)
+    paged = _alone(runner)
+    eager = _eager_logits(model, fixed_token_ids(runner.vocab_size, min(NUM_TOKENS, runner.max_model_len)))
     tolerance = _TOLERANCE[runner.layout.dtype]
     distance = _relative_distance(paged, eager)
     if not distance <= tolerance:  # NaN fails too
@@ -61,18 +53,22 @@ def require_equal_to_eager(runner: ModelRunner, model: Any, what: str) -> None:
         )
 
 
-def measure(runner: ModelRunner) -> SelfTestResult:
-    """Runs the fixed ids alone, in two chunks and a decode step, and both in a batch, and compares bit for bit."""
+def numerics(runner: ModelRunner) -> str:
+    """A name for how `runner` rounds: the hash of its logits after the fixed ids alone."""
+    return sha256(_alone(runner).numpy().tobytes()).hexdigest()
+
+
+def is_exact(runner: ModelRunner) -> bool:
+    """Whether the fixed ids give the same bits alone, in two chunks and a decode step, and both in a batch."""
     count = min(NUM_TOKENS, runner.max_model_len)
     token_ids = fixed_token_ids(runner.vocab_size, count)
-    alone = _run(runner, [_prompt(runner, token_ids)])[0]
+    alone = _alone(runner)
     variants: list[Callable[[], torch.Tensor]] = [
         lambda: _chunked(runner, token_ids, [count * 5 // 8, count - 1, count]),
         lambda: _in_company(runner, token_ids, fixed_token_ids(runner.vocab_size, count * 3 // 4, offset=count)),
         lambda: _decoded_in_company(runner, token_ids),
     ]
-    is_exact = all(torch.equal(alone, variant()) for variant in variants)
-    return SelfTestResult(is_exact, sha256(alone.numpy().tobytes()).hexdigest())
+    return all(torch.equal(alone, variant()) for variant in variants)
 
 
 @torch.inference_mode()
@@ -96,6 +92,11 @@ def linear_rows_are_exact(model: Any, min_rows: int) -> bool:
         if not all(torch.equal(layer(rows[-count:]), expected[-count:]) for count in counts):
             return False
     return True
+
+
+def _alone(runner: ModelRunner) -> torch.Tensor:
+    token_ids = fixed_token_ids(runner.vocab_size, min(NUM_TOKENS, runner.max_model_len))
+    return _run(runner, [_prompt(runner, token_ids)])[0]
 
 
 def _chunked(runner: ModelRunner, token_ids: Sequence[int], ends: Sequence[int]) -> torch.Tensor:

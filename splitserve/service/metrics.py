@@ -4,6 +4,8 @@ Names and units follow vLLM's with our prefix. Each process makes one registry i
 down; nothing is registered globally, so tests and several services in one process do not meet.
 """
 
+from collections.abc import Mapping
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
@@ -119,6 +121,22 @@ class WorkerMetrics:
             ["model", "transport", "side", "reason"],
             registry=registry,
         )
+        self._startup_seconds = Gauge(
+            "splitserve_startup_seconds", "Time that a part of the start took.", ["model", "part"], registry=registry
+        )
+        self._memory_bytes = Gauge(
+            "splitserve_memory_bytes",
+            "Size of the weights as in the files, of the linear layers' packed weights, and of the KV pool.",
+            ["model", "kind"],
+            registry=registry,
+        )
+
+    def set_start(self, part_seconds: Mapping[str, float], memory_nbytes: Mapping[str, int]) -> None:
+        """The parts of the start and what is in memory since."""
+        for part, seconds in part_seconds.items():
+            self._startup_seconds.labels(self._model, part).set(seconds)
+        for kind, nbytes in memory_nbytes.items():
+            self._memory_bytes.labels(self._model, kind).set(nbytes)
 
     def set_load(self, *, running: int, waiting: int, blocks_taken: int, blocks_total: int) -> None:
         self._running.set(running)

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,12 +15,14 @@ from splitserve.engine.device import choose_device
 from splitserve.engine.layout import KVLayout
 from splitserve.engine.loading import load_runner
 from splitserve.engine.pool import KVPool
+from splitserve.engine.report import PartTimes
 from splitserve.engine.runner import ModelRunner
 from splitserve.engine.staging import CudaLane, StagedStore
 from splitserve.engine.trust import Trust
 from splitserve.models.cache import cache_root
 from splitserve.models.description import ModelDescription
 from splitserve.models.locate import locate_model
+from splitserve.service.startup import process_age_s
 from splitserve.worker import messages
 from splitserve.worker.config import WorkerConfig
 from splitserve.worker.kv import TRANSPORTS, make_agent
@@ -30,7 +32,7 @@ Publish = Callable[[messages.Report], None]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineContext:
-    """What a role's engine works with."""
+    """What a role's engine works with. `startup` names the parts of the start in order, in seconds."""
 
     worker_id: str
     config: WorkerConfig
@@ -40,6 +42,7 @@ class EngineContext:
     fingerprint: Fingerprint
     publish: Publish
     max_model_len: int
+    startup: dict[str, float] = field(default_factory=dict)
 
 
 def build_context(
@@ -47,6 +50,8 @@ def build_context(
 ) -> EngineContext:
     """Loads the model and opens the KV endpoint; raises SplitserveError or ValueError with the reason if it cannot."""
     config = configure.config
+    times = PartTimes()
+    times.add("imports", process_age_s())
 
     def progress(text: str) -> None:
         publish(messages.Progress(text=text))
@@ -55,13 +60,14 @@ def build_context(
         if done == total:
             progress(what)
 
-    description = locate_model(
-        config.model,
-        revision=config.revision,
-        progress=fetch_progress,
-        trust_remote_code=config.trust_remote_code,
-        allow_pickle=config.allow_pickle,
-    )
+    with times.part("model"):
+        description = locate_model(
+            config.model,
+            revision=config.revision,
+            progress=fetch_progress,
+            trust_remote_code=config.trust_remote_code,
+            allow_pickle=config.allow_pickle,
+        )
     torch.set_num_threads(config.threads)
     device = choose_device(config.device)
     with _pinned(config.cores), _memory_errors(device):
@@ -74,11 +80,15 @@ def build_context(
             progress=progress,
             trust=Trust(remote_code=config.trust_remote_code, pickle=config.allow_pickle),
             kernel_folder=cache_root() / "kernels",
+            proof_folder=cache_root() / "self-tests",
         )
+    for part, seconds in runner.report.seconds.items():
+        times.add(part, seconds)
     fingerprint = model_fingerprint(config.served_model_name or description.name, description.revision, runner.layout)
     # Started unpinned: the KV thread and ZeroMQ's I/O thread inherit every core, so that they stay off the engine's.
-    agent = make_agent(config, configure.worker_id, fingerprint, block_store(runner.pool), on_event)
-    agent.start()
+    with times.part("KV endpoint"):
+        agent = make_agent(config, configure.worker_id, fingerprint, block_store(runner.pool), on_event)
+        agent.start()
     if config.cores:
         os.sched_setaffinity(0, config.cores)
     return EngineContext(
@@ -90,11 +100,12 @@ def build_context(
         fingerprint=fingerprint,
         publish=publish,
         max_model_len=min(config.max_model_len or runner.max_model_len, runner.max_model_len),
+        startup=times.seconds,
     )
 
 
 def ready_report(context: EngineContext) -> messages.Ready:
-    runner, config = context.runner, context.config
+    runner, config, made = context.runner, context.config, context.runner.report
     return messages.Ready(
         fingerprint=context.fingerprint,
         num_blocks=runner.pool.num_blocks,
@@ -109,6 +120,10 @@ def ready_report(context: EngineContext) -> messages.Ready:
         transport=TRANSPORTS[config.kv_transport],
         numerics=runner.numerics,
         recompute_exact=runner.recompute_exact,
+        linear=made.linear,
+        attention=made.attention,
+        memory=messages.Memory(made.weights.plain, made.weights.packed, made.pool_nbytes),
+        startup=context.startup,
     )
 
 

@@ -15,10 +15,12 @@ import uuid
 from asyncio.subprocess import Process
 
 import structlog
+from msgspec.structs import replace
 
 from splitserve.service.config import EXIT_CONFIG
 from splitserve.service.lifecycle import StopRequest, first_of, run_loop
 from splitserve.service.logging import configure_logging
+from splitserve.service.startup import process_age_s, startup_line
 from splitserve.v1 import cluster_pb2 as pb
 from splitserve.worker import messages, translate
 from splitserve.worker.clock import StepClock
@@ -96,12 +98,13 @@ class Front:
         self._links: dict[str, messages.LinkReport] = {}
 
     async def run(self, stop: StopRequest) -> int:
+        before_engine_s = process_age_s()
         self._engine = await EngineProcess.start(self._role)
         try:
             ready = await self._start_engine(stop)
             if ready is None:
                 return stop.status
-            await self._serve(ready, stop)
+            await self._serve(replace(ready, startup={"front": before_engine_s} | ready.startup), stop)
             log.info("stopping", reason=stop.reason)
             return stop.status
         finally:
@@ -145,7 +148,12 @@ class Front:
         self._http = WorkerHttp(ready, self._joined_routers)
         async with self._http.serving(self._config.bind, self._config.http_port) as port:
             log.info(
-                "ready", worker_id=self._worker_id, blocks=ready.num_blocks, http_port=port, kv=ready.kv_endpoint.tcp
+                "ready",
+                worker_id=self._worker_id,
+                blocks=ready.num_blocks,
+                http_port=port,
+                kv=ready.kv_endpoint.tcp,
+                startup=startup_line(process_age_s(), ready.startup, _details(ready)),
             )
             await first_of(self._joiner.run(), self._read_reports(stop), self._watch(stop), stop.wait())
 
@@ -229,6 +237,13 @@ class Front:
         }
         self._links = {peer: report for peer, report in self._links.items() if peer in endpoints}
         self._engine.link.send(messages.SetPeers(endpoints=endpoints))
+
+
+def _details(ready: messages.Ready) -> str:
+    memory = ready.memory
+    sizes = {"weights": memory.weights, "packed weights": memory.packed_weights, "KV pool": memory.kv_pool}
+    in_mib = ", ".join(f"{what} {nbytes / (1 << 20):,.0f}" for what, nbytes in sizes.items())
+    return f"memory in MiB: {in_mib}; linear layers by {ready.linear}, attention by {ready.attention}"
 
 
 def _host_id() -> str:

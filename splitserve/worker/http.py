@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
+import msgspec
 from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
 
@@ -19,6 +20,7 @@ class WorkerHttp:
         self._routers = routers
         self._registry = new_registry()
         self._metrics = WorkerMetrics(self._registry, ready.fingerprint.model)
+        self._metrics.set_start(ready.startup, msgspec.structs.asdict(ready.memory))
 
     @asynccontextmanager
     async def serving(self, bind: str, port: int) -> AsyncIterator[int]:

@@ -144,8 +144,16 @@ class StartFailed(Message, frozen=True):
     message: str
 
 
+class Memory(msgspec.Struct, frozen=True):
+    """Bytes: `weights` as they are in the model's files, the linear layers' `packed_weights`, and the whole pool."""
+
+    weights: int
+    packed_weights: int
+    kv_pool: int
+
+
 class Ready(Message, frozen=True):
-    """The engine can take work."""
+    """The engine can take work. `startup` names the parts of its start in order, in seconds."""
 
     fingerprint: Fingerprint
     num_blocks: int
@@ -160,6 +168,10 @@ class Ready(Message, frozen=True):
     transport: str
     numerics: str
     recompute_exact: bool
+    linear: str
+    attention: str
+    memory: Memory
+    startup: dict[str, float]
 
 
 class Reserved(Message, frozen=True):

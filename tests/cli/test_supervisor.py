@@ -22,6 +22,10 @@ FAKES = Path(__file__).with_name("fakes")
 PATIENCE_S = 60.0
 
 
+def _python_path() -> str:
+    return os.pathsep.join([str(FAKES), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 class Up:
     """A running supervisor: its output line by line, and the starts that its fake processes recorded."""
 
@@ -33,7 +37,7 @@ class Up:
         stderr = subprocess.PIPE if stderr_path is None else os.open(stderr_path, os.O_WRONLY)
         self.process = subprocess.Popen(
             [sys.executable, "-P", str(FAKES / "run_up.py"), json.dumps(ports | settings)],
-            env=os.environ | {"PYTHONPATH": str(FAKES), "FAKE_DIR": str(directory)} | env,
+            env=os.environ | {"PYTHONPATH": _python_path(), "FAKE_DIR": str(directory)} | env,
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
@@ -120,6 +124,16 @@ def test_signal_left_a_process_or_a_bad_exit_status(start: Callable[..., Up], nu
     up.signal_group(number)
     assert up.end() == 0
     assert [pid for pid in up.pids() if is_alive(pid)] == []
+
+
+def test_ready_cluster_hid_what_its_start_took(start: Callable[..., Up], tmp_path: Path) -> None:
+    up = start(env={"FAKE_ROUTER": "patient", "FAKE_PREFILL": "telling"})
+    up.wait_for("prefill is up")
+    (tmp_path / "go").touch()
+    up.wait_for("The cluster is ready")
+    own = [line.partition("| ")[2] for line in up.lines if line.startswith("splitserve ")]
+    assert own[0].startswith("ready after ")
+    assert own[1] == "prefill-0 started in 3.5 s: imports 3.0, other 0.5; all of it"
 
 
 def test_process_that_ignores_sigterm_kept_the_cluster_from_ending(start: Callable[..., Up]) -> None:

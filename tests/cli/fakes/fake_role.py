@@ -2,7 +2,8 @@
 
 It records each start as `$FAKE_DIR/<role>.<pid>` with its command line. `$FAKE_<ROLE>` says how it behaves:
 "" lives on; "config" refuses its settings; "crash" dies at once; "stubborn" ignores SIGTERM; "parent" has a child of
-its own, recorded as `grandchild.<pid>`; "chatty" writes a very long line and half a line.
+its own, recorded as `grandchild.<pid>`; "chatty" writes a very long line and half a line; "telling" logs how it
+started; a "patient" router is not ready before `$FAKE_DIR/go` is there.
 """
 
 import json
@@ -18,7 +19,9 @@ from pathlib import Path
 
 class Ready(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self.send_response(200 if self.path == "/health/ready" else 404)
+        is_patient = os.environ.get("FAKE_ROUTER") == "patient"
+        is_ready = not is_patient or Path(os.environ["FAKE_DIR"], "go").exists()
+        self.send_response(200 if self.path == "/health/ready" and is_ready else 404)
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
@@ -50,6 +53,8 @@ def behave(role: str) -> None:
         record(f"grandchild.{child.pid}")
     if behaviour == "chatty":
         print("x" * 200_000 + "\nhalf", end="", flush=True)
+    if behaviour == "telling":
+        print(json.dumps({"event": "ready", "startup": "started in 3.5 s: imports 3.0, other 0.5; all of it"}))
     print(f"{role} is up", flush=True)
 
 

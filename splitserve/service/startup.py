@@ -1,0 +1,34 @@
+"""How the start of a process is told in one line: how long it took, and which part of it took how long.
+
+A worker's front logs the line; `splitserve up` finds it again in the worker's output, whatever form the log has.
+"""
+
+import os
+import re
+import time
+from collections.abc import Iterable, Mapping
+
+# What is shorter goes to "other": nobody waits for it.
+_SHORT_S = 0.05
+_LINE = re.compile(r"started in [\d.]+ s: [^'\"\x1b]+")
+
+
+def process_age_s() -> float:
+    """Seconds since the kernel started this process, to some 10 ms: imports count, whatever they are."""
+    with open("/proc/self/stat") as file:
+        ticks = int(file.read().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def startup_line(total_s: float, part_seconds: Mapping[str, float], details: str) -> str:
+    """Parts in the order given; what none of them accounts for is "other"."""
+    shown = {part: seconds for part, seconds in part_seconds.items() if seconds >= _SHORT_S}
+    shown["other"] = max(0.0, total_s - sum(shown.values()))
+    parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in shown.items())
+    return f"started in {total_s:.1f} s: {parts}; {details}"
+
+
+def find_startup_line(output: Iterable[str]) -> str | None:
+    """The newest such line in a process's output, without what a log puts around it."""
+    found = [match.group() for line in output if (match := _LINE.search(line))]
+    return found[-1] if found else None
