@@ -9,11 +9,12 @@ verified, or when decoding has filled them.
 import time
 import uuid
 from collections import defaultdict
+from dataclasses import replace
 
 import msgspec
 import structlog
 
-from decode_worker.scheduler import SequenceView, StepPlan, plan_step
+from decode_worker.scheduler import AttemptView, ReservationView, SequenceView, StepPlan, num_growing, plan_step
 from decode_worker.state import Phase, Reservation, Sequence
 from kvtransfer import events
 from kvtransfer.ticket import Ticket
@@ -75,8 +76,12 @@ class DecodeEngine(EngineBase):
         if refusal := self._too_large(len(token_ids), num_full + len(samples)):
             self._refuse(command, Reason.TOO_LARGE, refusal)
             return
+        max_num_seqs = self._context.config.max_num_seqs
+        if len(samples) > max_num_seqs:
+            self._refuse(command, Reason.TOO_LARGE, f"{len(samples)} samples, and at most {max_num_seqs} run at once")
+            return
         num_held = len(self._running) + self._num_reserved
-        if num_held + len(samples) > self._context.config.max_num_seqs:
+        if num_held + len(samples) > max_num_seqs:
             self._refuse(command, Reason.NO_ROOM, f"{num_held} sequences run or are reserved already")
             return
         if num_full + len(samples) > self._allocator.available:
@@ -270,30 +275,35 @@ class DecodeEngine(EngineBase):
             self._cache(sequence.blocks[num_full - 1 : num_full], sequence.keys.complete[num_full - 1 :])
 
     def _plan(self) -> StepPlan:
-        incomplete = [r for r in self._reservations.values() if r.phase is Phase.RECEIVING]
-        running = list(self._running.values())
-        # With a block for each nobody has to give way, and there is nothing to count.
-        is_tight = self._allocator.available < len(running)
-        released = self._allocator.count_released([s.blocks for s in running]) if is_tight else [0] * len(running)
+        by_attempt: dict[str, list[Sequence]] = defaultdict(list)
+        for sequence in self._running.values():
+            by_attempt[sequence.attempt].append(sequence)
+        running = [
+            AttemptView(attempt, tuple(SequenceView(s.key, len(s.token_ids), len(s.blocks)) for s in sequences))
+            for attempt, sequences in by_attempt.items()
+        ]
+        available, block_size = self._allocator.available, self._layout.block_size
+        if num_growing(running, block_size) > available:
+            # Counted only when somebody may have to go: it looks at every block.
+            tables = [[block for s in group for block in s.blocks] for group in by_attempt.values()]
+            freed = self._allocator.count_released(tables)
+            running = [replace(view, num_freed=count) for view, count in zip(running, freed, strict=True)]
+        reservations = self._reservations.values()
         return plan_step(
-            [
-                SequenceView(s.key, len(s.token_ids), len(s.blocks), num_released)
-                for s, num_released in zip(running, released, strict=True)
-            ],
-            [reservation.attempt for reservation in incomplete],
-            revoking=len(incomplete) < len(self._reservations),
-            available=self._allocator.available,
-            block_size=self._layout.block_size,
+            running,
+            [ReservationView(r.attempt, len(r.reserved_blocks)) for r in reservations if r.phase is Phase.RECEIVING],
+            returning=sum(len(r.reserved_blocks) for r in reservations if r.phase is Phase.CLOSING),
+            available=available,
+            block_size=block_size,
         )
 
     def _carry_out(self, plan: StepPlan) -> list[Sequence]:
         """Takes and gives blocks as planned; returns the sequences to compute."""
-        if plan.revoke:
-            self._end(self._reservations[plan.revoke], Reason.PREEMPTED, "its blocks went to a running sequence")
-        for key in plan.preempt:
-            if key in self._running:  # its attempt may have ended with a sibling
-                self._end(self._running[key], Reason.PREEMPTED, "out of blocks")
-        batch = [self._running[key] for key in plan.run if key in self._running]
+        for attempt in plan.revoke:
+            self._end(self._reservations[attempt], Reason.PREEMPTED, "its blocks went to a running sequence")
+        for attempt in plan.preempt:
+            self._end(self._sequences_of(attempt)[0], Reason.PREEMPTED, "out of blocks")
+        batch = [self._running[key] for key in plan.run]
         for sequence in batch:
             if sequence.key in plan.grow:
                 block = self._allocator.allocate(1)

@@ -1,4 +1,7 @@
-"""Who decodes in the next step, and who gives way when blocks run out: pure decisions over plain data."""
+"""Who decodes in the next step, and who gives way when blocks run out: pure decisions over plain data.
+
+An attempt is the unit: it ends whole, with all its samples, because the router goes on from an attempt's end.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,49 +14,87 @@ class SequenceView:
     key: str
     num_tokens: int
     num_blocks: int
-    num_unshared: int
-    "Blocks that its end gives back, once all younger sequences have ended."
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptView:
+    """The running samples of one attempt. `num_freed` blocks become available if it ends after all younger ones."""
+
+    attempt: str
+    sequences: tuple[SequenceView, ...]
+    num_freed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReservationView:
+    """An attempt whose blocks are still arriving. They come back some time after it has been revoked."""
+
+    attempt: str
+    num_blocks: int
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """`run` decodes, after `grow` got one block each; `preempt` loses its blocks and its attempt; `revoke` is a
-    reservation to take back, whose blocks come free later."""
+    """`run` names the sequences that decode, after those in `grow` got one block each; `preempt` and `revoke` name
+    attempts that end, youngest first."""
 
     run: list[str] = field(default_factory=list)
     grow: list[str] = field(default_factory=list)
     preempt: list[str] = field(default_factory=list)
-    revoke: str | None = None
+    revoke: list[str] = field(default_factory=list)
+
+
+def num_growing(running: Sequence[AttemptView], block_size: int) -> int:
+    """Blocks that the next step needs: one for each sequence whose table is full."""
+    return sum(_needs_block(sequence, block_size) for attempt in running for sequence in attempt.sequences)
 
 
 def plan_step(
-    running: Sequence[SequenceView], incomplete: Sequence[str], *, revoking: bool, available: int, block_size: int
+    running: Sequence[AttemptView],
+    incomplete: Sequence[ReservationView],
+    *,
+    returning: int,
+    available: int,
+    block_size: int,
 ) -> StepPlan:
-    """Plans one step over `running` (oldest first) with `available` blocks.
+    """Plans one step over `running` with `available` blocks; `returning` ones belong to reservations revoked before.
 
-    `incomplete` names the reservations, oldest first, whose blocks are still arriving; `revoking` says that one of them
-    is already being taken back. Out of blocks, the youngest incomplete reservation goes first, then the youngest
-    sequence, never the oldest.
+    `running` and `incomplete` are in order of arrival. Out of blocks, the youngest incomplete reservations go first,
+    and only what they cannot bring is taken from the youngest attempts. Sequences whose block is still on its way back
+    sit the step out, the youngest first. The oldest attempt never gives way to another; only one whose own samples
+    outgrow the whole pool ends, to go on as one attempt for each.
     """
     plan = StepPlan()
-    waiting = list(running)
-    while waiting:
-        sequence = waiting.pop(0)
-        if sequence.num_blocks * block_size >= sequence.num_tokens:
-            plan.run.append(sequence.key)
-        elif available > 0:
-            available -= 1
-            plan.grow.append(sequence.key)
-            plan.run.append(sequence.key)
-        elif revoking or plan.revoke or incomplete:
-            # Blocks are on their way: this sequence sits out one step.
-            plan.revoke = plan.revoke or (None if revoking else incomplete[-1])
-        elif waiting:
-            victim = waiting.pop()
-            plan.preempt.append(victim.key)
-            available += victim.num_unshared
-            waiting.insert(0, sequence)
-        else:
-            assert sequence.key != running[0].key, "the oldest sequence alone always fits: its length is bounded"
-            plan.preempt.append(sequence.key)
+    missing = num_growing(running, block_size) - available - returning
+    for reservation in reversed(incomplete):
+        if missing <= 0:
+            break
+        plan.revoke.append(reservation.attempt)
+        missing -= reservation.num_blocks
+    staying = list(running)
+    while missing > 0 and (len(staying) > 1 or _outgrows_the_pool(staying, plan, returning)):
+        victim = staying.pop()
+        plan.preempt.append(victim.attempt)
+        available += victim.num_freed
+        missing -= victim.num_freed + num_growing([victim], block_size)
+    for attempt in staying:
+        for sequence in attempt.sequences:
+            if not _needs_block(sequence, block_size):
+                plan.run.append(sequence.key)
+            elif available > 0:
+                available -= 1
+                plan.grow.append(sequence.key)
+                plan.run.append(sequence.key)
     return plan
+
+
+def _needs_block(sequence: SequenceView, block_size: int) -> bool:
+    return sequence.num_tokens > sequence.num_blocks * block_size
+
+
+def _outgrows_the_pool(staying: Sequence[AttemptView], plan: StepPlan, returning: int) -> bool:
+    """Whether the one attempt left has the pool for itself and still lacks blocks: then nothing else can bring them."""
+    if not staying or plan.preempt or plan.revoke or returning:
+        return False
+    assert len(staying[0].sequences) > 1, "the oldest sequence alone always fits: its length is bounded"
+    return True

@@ -7,32 +7,46 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_worker import scheduler as decode
-from decode_worker.scheduler import SequenceView, StepPlan
+from decode_worker.scheduler import AttemptView, ReservationView, SequenceView, StepPlan
 from prefill_worker import scheduler as prefill
 from prefill_worker.scheduler import Chunk, PromptView
 
 B = 4
 
 
-def view(key: str, num_tokens: int, num_blocks: int, num_unshared: int | None = None) -> SequenceView:
-    return SequenceView(key, num_tokens, num_blocks, num_blocks if num_unshared is None else num_unshared)
+def sequence(key: str, over: int, num_blocks: int = 1) -> SequenceView:
+    """A sequence with `over` tokens more than its blocks have slots."""
+    return SequenceView(key, num_blocks * B + over, num_blocks)
+
+
+def view(key: str, over: int, num_freed: int = 1) -> AttemptView:
+    """An attempt of one sample."""
+    return AttemptView(key, (sequence(key, over, max(num_freed, 1)),), num_freed)
+
+
+def reservations(**sizes: int) -> list[ReservationView]:
+    return [ReservationView(attempt, num_blocks) for attempt, num_blocks in sizes.items()]
 
 
 # One block each, and the next token needs a second one.
-FULL = [view(key, B + 1, 1) for key in ("old", "mid", "new")]
+FULL = [view(key, 1) for key in ("old", "mid", "new")]
 # The next token's slot is the last one of the block.
-FITS = [view(key, B, 1) for key in ("old", "mid", "new")]
+FITS = [view(key, 0) for key in ("old", "mid", "new")]
 
 
 def plan(
-    running: list[SequenceView], incomplete: list[str] | None = None, *, available: int = 0, revoking: bool = False
+    running: list[AttemptView],
+    incomplete: list[ReservationView] | None = None,
+    *,
+    available: int = 0,
+    returning: int = 0,
 ) -> StepPlan:
-    return decode.plan_step(running, incomplete or [], revoking=revoking, available=available, block_size=B)
+    return decode.plan_step(running, incomplete or [], returning=returning, available=available, block_size=B)
 
 
 def test_sequence_with_room_is_held_back_or_given_a_block() -> None:
     assert plan(FITS) == StepPlan(run=["old", "mid", "new"])
-    assert plan(FITS, ["r1"], available=3) == StepPlan(run=["old", "mid", "new"])
+    assert plan(FITS, reservations(r1=1), available=3) == StepPlan(run=["old", "mid", "new"])
     assert plan([]) == StepPlan()
 
 
@@ -43,17 +57,31 @@ def test_sequence_runs_without_a_slot_for_its_token() -> None:
 
 
 def test_running_sequence_is_preempted_while_a_reservation_is_kept() -> None:
-    """The youngest reservation goes first, one at a time; who needs a block waits for it."""
-    assert plan(FULL, ["r1", "r2"]) == StepPlan(revoke="r2")
-    assert plan(FULL, ["r1", "r2"], available=1) == StepPlan(run=["old"], grow=["old"], revoke="r2")
-    assert plan([FULL[0], FITS[1], FULL[2]], ["r1"]) == StepPlan(run=["mid"], revoke="r1")
+    """The youngest reservations go first, and no more of them than are needed; who needs a block waits for it."""
+    both = reservations(r1=3, r2=3)
+    assert plan(FULL, both) == StepPlan(revoke=["r2"])
+    assert plan(FULL, both, available=1) == StepPlan(run=["old"], grow=["old"], revoke=["r2"])
+    assert plan([FULL[0], FITS[1], FULL[2]], reservations(r1=2)) == StepPlan(run=["mid"], revoke=["r1"])
+    assert plan([*FULL, view("newer", 1)], both) == StepPlan(revoke=["r2", "r1"])
+
+
+def test_reservations_are_revoked_one_step_at_a_time() -> None:
+    """C43: all that are needed at once; only what they cannot bring is taken from the youngest that run."""
+    small = reservations(r1=1, r2=1, r3=1)
+    assert plan(FULL, small) == StepPlan(revoke=["r3", "r2", "r1"])
+    assert plan(FULL[:2], small) == StepPlan(revoke=["r3", "r2"])
+    # One block comes back later, the youngest gives another now: the oldest goes on at once.
+    assert plan(FULL, small[:1]) == StepPlan(run=["old"], grow=["old"], preempt=["new"], revoke=["r1"])
 
 
 def test_second_reservation_is_revoked_before_the_first_one_is_back() -> None:
-    assert plan(FULL, ["r1"], revoking=True) == StepPlan()
-    assert plan([FITS[0], *FULL[1:]], revoking=True) == StepPlan(run=["old"])
+    assert plan(FULL, reservations(r1=3), returning=3) == StepPlan()
+    assert plan([FITS[0], *FULL[1:]], returning=2) == StepPlan(run=["old"])
     # Blocks that came back meanwhile are used at once.
-    assert plan(FULL, ["r1"], revoking=True, available=2) == StepPlan(run=["old", "mid"], grow=["old", "mid"])
+    assert plan(FULL, reservations(r1=3), returning=1, available=2) == StepPlan(run=["old", "mid"], grow=["old", "mid"])
+    # What is on its way is not enough.
+    assert plan(FULL, reservations(r1=2), returning=2) == StepPlan(revoke=["r1"])
+    assert plan(FULL, returning=1) == StepPlan(run=["old"], grow=["old"], preempt=["new"])
 
 
 def test_an_older_sequence_gives_way_to_a_younger_one() -> None:
@@ -63,20 +91,40 @@ def test_an_older_sequence_gives_way_to_a_younger_one() -> None:
 
 
 def test_more_sequences_are_preempted_than_needed() -> None:
-    large = view("new", 3 * B, 3)
+    large = view("new", 0, num_freed=3)
     assert plan([FULL[0], FULL[1], large]) == StepPlan(run=["old", "mid"], grow=["old", "mid"], preempt=["new"])
     # One block came free, and two of the three needed one: the middle one gives way as well.
     assert plan(FULL) == StepPlan(run=["old"], grow=["old"], preempt=["new", "mid"])
+    assert plan(FULL, available=1) == StepPlan(run=["old", "mid"], grow=["old", "mid"], preempt=["new"])
 
 
 def test_blocks_that_others_hold_are_counted_as_freed() -> None:
-    """The youngest shares two of its three blocks: its end frees one."""
-    shared = view("new", 3 * B, 3, num_unshared=1)
-    assert plan([FULL[0], FULL[1], shared]) == StepPlan(run=["old"], grow=["old"], preempt=["new", "mid"])
+    """The youngest shares all of its blocks with others: its end brings nothing, and the next one goes too."""
+    shared = AttemptView("new", (sequence("new", 0, 3),), num_freed=0)
+    assert plan([FULL[0], FITS[1], shared]) == StepPlan(run=["old"], grow=["old"], preempt=["new", "mid"])
 
 
-def test_oldest_sequence_is_preempted() -> None:
-    alone = [view("old", 3 * B + 1, 3), view("new", 1, 1)]
+def several(name: str, *overs: int, num_freed: int) -> AttemptView:
+    return AttemptView(name, tuple(sequence(f"{name}/{i}", over) for i, over in enumerate(overs)), num_freed)
+
+
+def test_sample_is_preempted_without_its_siblings() -> None:
+    """An attempt ends whole: it is one victim, and all that its end frees is counted once."""
+    trio = several("new", 1, 1, 0, num_freed=4)
+    assert plan([FULL[0], FITS[1], trio], available=1) == StepPlan(run=["old", "mid"], grow=["old"], preempt=["new"])
+    assert plan([trio, FULL[1]], available=2) == StepPlan(
+        run=["new/0", "new/1", "new/2"], grow=["new/0", "new/1"], preempt=["mid"]
+    )
+
+
+def test_oldest_attempt_is_preempted() -> None:
+    """It may hold the youngest sample of all; only alone in a pool that its samples outgrow together does it end."""
+    trio = several("old", 0, 0, 1, num_freed=4)
+    assert plan([trio, FITS[1]]) == StepPlan(run=["old/0", "old/1", "old/2"], grow=["old/2"], preempt=["mid"])
+    assert plan([trio], returning=1) == StepPlan(run=["old/0", "old/1"])
+    assert plan([trio], reservations(r1=1)) == StepPlan(run=["old/0", "old/1"], revoke=["r1"])
+    assert plan([trio]) == StepPlan(preempt=["old"])
+    alone = [view("old", 1, num_freed=3), view("new", -3)]
     assert plan(alone) == StepPlan(run=["old"], grow=["old"], preempt=["new"])
     with pytest.raises(AssertionError, match="oldest"):
         plan(alone[:1])
@@ -84,9 +132,9 @@ def test_oldest_sequence_is_preempted() -> None:
 
 @dataclass(frozen=True)
 class PoolState:
-    running: list[SequenceView]
-    incomplete: list[str]
-    revoking: bool
+    running: list[AttemptView]
+    incomplete: list[ReservationView]
+    returning: int
     available: int
     block_size: int
 
@@ -95,56 +143,67 @@ class PoolState:
 def pools(draw: st.DrawFn) -> PoolState:
     """Any state that decode can reach: a table lacks at most one slot, and one sequence alone always fits."""
     block_size = draw(st.integers(1, 4))
-    sizes = draw(st.lists(st.tuples(st.integers(1, 5), st.integers(1 - block_size, 1)), max_size=8))
-    running = [
-        # The last block is always a sequence's own.
-        view(f"s{index}", blocks * block_size + over, blocks, draw(st.integers(1, blocks)))
-        for index, (blocks, over) in enumerate(sizes)
-    ]
-    incomplete = [f"r{i}" for i in range(draw(st.integers(0, 3)))]
-    revoking = draw(st.booleans())
-    available = draw(st.integers(0, 6))
-    needs_one = bool(running) and running[0].num_tokens > running[0].num_blocks * block_size
-    if needs_one and len(running) == 1 and not (incomplete or revoking or available):
-        available = 1
-    return PoolState(running, incomplete, revoking, available, block_size)
+    sample = st.tuples(st.integers(1, 5), st.integers(1 - block_size, 1))
+    running = []
+    for index, samples in enumerate(draw(st.lists(st.lists(sample, min_size=1, max_size=3), max_size=6))):
+        views = tuple(
+            SequenceView(f"{index}/{number}", blocks * block_size + over, blocks)
+            for number, (blocks, over) in enumerate(samples)
+        )
+        # The last block of each is always its own.
+        freed = draw(st.integers(len(views), sum(view.num_blocks for view in views)))
+        running.append(AttemptView(str(index), views, freed))
+    incomplete = [ReservationView(f"r{i}", draw(st.integers(1, 4))) for i in range(draw(st.integers(0, 3)))]
+    returning, available = draw(st.integers(0, 4)), draw(st.integers(0, 6))
+    if len(running) == 1 and len(running[0].sequences) == 1 and not (incomplete or returning):
+        available += 1
+    return PoolState(running, incomplete, returning, available, block_size)
 
 
 @given(pools())
 def test_some_pool_makes_decode_lose_or_overdraw(pool: PoolState) -> None:
-    """The oldest stays, nobody is in two places, growth fits, and reservations go before sequences."""
+    """The oldest stays, nobody is in two places, growth fits, and no more is taken than somebody needs."""
     step = decode.plan_step(
         pool.running,
         pool.incomplete,
-        revoking=pool.revoking,
+        returning=pool.returning,
         available=pool.available,
         block_size=pool.block_size,
     )
-    views = {one.key: one for one in pool.running}
-    order = [one.key for one in pool.running]
-    sitting_out = set(order) - set(step.run) - set(step.preempt)
-    assert not set(step.run) & set(step.preempt)
-    assert len(step.run) + len(step.preempt) + len(sitting_out) == len(order)
-    assert step.run == [key for key in order if key in step.run], "the order of arrival is lost"
-    if order:
-        assert order[0] not in step.preempt
-    # Those preempted are the youngest.
-    assert set(step.preempt) == set(order[len(order) - len(step.preempt) :])
-    # Growth: exactly where a slot is missing, one block each, out of what is there or was taken back.
-    freed = sum(views[key].num_unshared for key in step.preempt)
-    assert len(step.grow) <= pool.available + freed
-    needy = {key for key in order if views[key].num_tokens > views[key].num_blocks * pool.block_size}
-    assert set(step.grow) == set(step.run) & needy
-    assert len(step.grow) == len(set(step.grow))
-    # Reservations before sequences, one at a time, and only in need.
-    blocks_are_coming = bool(pool.revoking or pool.incomplete)
-    assert not (blocks_are_coming and step.preempt)
-    assert (not sitting_out) or blocks_are_coming
-    assert sitting_out <= needy
-    expected = pool.incomplete[-1] if sitting_out and not pool.revoking else None
-    assert step.revoke == expected
-    if pool.available:
-        assert len(step.grow) >= min(pool.available, len(needy) - len(set(step.preempt) & needy))
+    order = [attempt.attempt for attempt in pool.running]
+    staying = [attempt for attempt in pool.running if attempt.attempt not in step.preempt]
+    keys = [view.key for attempt in staying for view in attempt.sequences]
+    needy = [
+        view.key
+        for attempt in staying
+        for view in attempt.sequences
+        if view.num_tokens > view.num_blocks * pool.block_size
+    ]
+    # Those that end are the youngest, first the reservations.
+    assert step.preempt == order[::-1][: len(step.preempt)]
+    assert step.revoke == [r.attempt for r in reversed(pool.incomplete)][: len(step.revoke)]
+    assert not step.preempt or len(step.revoke) == len(pool.incomplete)
+    if order and order[0] in step.preempt:
+        assert len(order) == 1
+        assert len(pool.running[0].sequences) > 1
+        assert not step.revoke
+        assert pool.returning == 0
+    # Growth: out of what is there, the oldest first; who gets no block sits out and nobody else does.
+    freed = sum(attempt.num_freed for attempt in pool.running if attempt.attempt in step.preempt)
+    assert step.grow == needy[: pool.available + freed]
+    assert step.run == [key for key in keys if key not in needy or key in step.grow]
+    # Who sits out has its block on the way, or the step before has to be carried out first.
+    coming = pool.returning + sum(r.num_blocks for r in pool.incomplete if r.attempt in step.revoke)
+    assert len(needy) - len(step.grow) <= coming or len(staying) == 1
+    # The last one that had to go was needed.
+    growing = decode.num_growing(pool.running, pool.block_size)
+    if step.preempt and len(staying) > 0:
+        spared = pool.running[len(staying)]
+        kept = decode.num_growing([*staying, spared], pool.block_size)
+        assert kept > pool.available + freed - spared.num_freed + coming
+    elif step.revoke and not step.preempt:
+        last = next(r for r in pool.incomplete if r.attempt == step.revoke[-1])
+        assert growing > pool.available + coming - last.num_blocks
 
 
 # Prefill: steps of 64 tokens, more than 32 left is long, blocks of 16.
