@@ -40,6 +40,8 @@ class RouterConfig:
     "Longest life of a request; a client's shorter deadline wins."
     failover_timeout: Duration = 30.0
     "How long an interrupted request waits for another pair of workers."
+    passing_timeout: Duration = 2.0
+    "How long a request that waits for room is passed by those that need less; then room is kept for it."
     reserve_timeout: Duration = 5.0
     "A decode worker's time to answer, and how long its reservation is kept while a prefill worker is sought."
     prefill_timeout: Duration = 120.0

@@ -1,8 +1,9 @@
-"""Late binding: grants the head of the queue a pair of workers as soon as one has room.
+"""Late binding: grants what waits in the queue a pair of workers as soon as one has room.
 
 Runs on the event loop, never waits: every change of load, membership or queue calls `kick`.
 """
 
+import asyncio
 import itertools
 import uuid
 
@@ -22,6 +23,7 @@ from router.scheduler import (
     can_prefill,
     could_place,
     decode_blocks,
+    keep_room,
     place,
 )
 from router.worker import Role
@@ -67,27 +69,47 @@ class ClusterDispatcher:
         self.kick()
 
     def kick(self) -> None:
-        """Grants pairs in order of the queue for as long as the first in it finds one.
+        """Grants pairs, in order of the queue, to all that find one.
 
-        Nobody passes a request that only waits for room; one that no worker here could ever hold is passed.
+        The head, the first that only waits for room, may be passed by those that find some, but not for long: then room
+        is kept for it, and they go on with what is left. One that no worker here could ever hold is passed.
         """
+        head: Waiting | None = None
+        kept: Demand | None = None
+        without_room: list[Demand] = []
+        prefills, decodes = self._views(kept)
         for waiting in self.queue.in_order():
-            prefills, decodes = self._views()
-            placement = place(waiting.demand, prefills, decodes, self._config.routing, self._turn)
+            demand = waiting.demand
+            if any(demand.needs_no_less(other) for other in without_room):
+                continue
+            placement = place(demand, prefills, decodes, self._config.routing, self._turn)
             if placement is not None:
                 self.queue.remove(waiting)
-                waiting.grant(self._grant(waiting.demand, placement))
-            elif could_place(waiting.demand, prefills, decodes):
-                return
+                waiting.grant(self._grant(demand, placement))
+                prefills, decodes = self._views(kept)
+                continue
+            without_room = [other for other in without_room if not other.needs_no_less(demand)] + [demand]
+            if head is None and could_place(demand, prefills, decodes):
+                head = waiting
+                kept = demand if self._may_not_be_passed(head) else None
+                prefills, decodes = self._views(kept)
+
+    def _may_not_be_passed(self, head: Waiting) -> bool:
+        """A re-attempt never, because it was admitted once; others have been passed for long enough."""
+        now = asyncio.get_running_loop().time()
+        if head.blocked_since is None:
+            head.blocked_since = now
+        return head.is_retry or now - head.blocked_since >= self._config.passing_timeout
 
     def could_place(self, demand: Demand) -> bool:
         """Whether some pair that is here would have room for the request if it were idle."""
         return could_place(demand, *self._views())
 
-    def _views(self) -> tuple[list[PrefillView], list[DecodeView]]:
+    def _views(self, kept: Demand | None = None) -> tuple[list[PrefillView], list[DecodeView]]:
+        """The workers that may get new work, less the room that is `kept`."""
         prefills = [worker.prefill_view() for worker in self._membership.candidates(Role.PREFILL)]
         decodes = [worker.decode_view() for worker in self._membership.candidates(Role.DECODE)]
-        return prefills, decodes
+        return (prefills, decodes) if kept is None else keep_room(kept, prefills, decodes)
 
     def _grant(self, demand: Demand, placement: Placement) -> Attempt:
         """Takes the room on both workers at once, so that the next placement sees it as taken."""

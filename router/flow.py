@@ -20,6 +20,7 @@ from router.request import Event, GenerationRequest, PromptLogprobs, TokenEvent,
 from router.scheduler import Demand
 from router.worker import PromptLogprobsArrived, Start, TokenArrived
 from splitserve.service.errors import DeadlineExceeded, Internal, Unavailable
+from splitserve.service.reasons import Reason
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
@@ -220,7 +221,13 @@ class RequestFlow:
 
     def _enqueue(self, start: Start) -> Waiting:
         waiting = Waiting(
-            demand=Demand(start.num_tokens, len(start.outputs), frozenset(self._avoid), self._numerics),
+            demand=Demand(
+                start.num_tokens,
+                len(start.outputs),
+                was_preempted=self._next_reason == Reason.PREEMPTED,
+                avoid=frozenset(self._avoid),
+                numerics=self._numerics,
+            ),
             is_retry=self.attempts > 0,
             priority=self._request.priority,
             arrival=self._arrival,

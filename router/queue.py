@@ -20,6 +20,8 @@ class Waiting:
     is_retry: bool
     priority: int
     arrival: int
+    blocked_since: float | None = None
+    "When it first was the one that waits for room while others may pass it."
     granted: "asyncio.Future[Attempt]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     attempt: Attempt | None = None
 

@@ -1,6 +1,6 @@
 """Checks and resolves sampling parameters: pure functions from the client's message to `Sampling`.
 
-`validation` calls `read_sampling` before it tokenizes, so that a bad value costs nothing, and `fit_to_context` after.
+`validation` calls `read_sampling` before it tokenizes, so that a bad value costs nothing, and `fit_to_room` after.
 """
 
 import secrets
@@ -66,16 +66,17 @@ def read_sampling(params: pb.SamplingParams, model: ModelDescription, context_le
     )
 
 
-def fit_to_context(sampling: Sampling, *, asked: bool, num_prompt_tokens: int, context_len: int) -> Sampling:
-    """Gives `max_tokens` its final value: as `asked` if that fits what the prompt leaves, else all of the room.
+def fit_to_room(sampling: Sampling, *, asked: bool, num_prompt_tokens: int, largest: int, limited_by: str) -> Sampling:
+    """Gives `max_tokens` its final value: as `asked` if that fits what the prompt leaves of the `largest` sequence that
+    `limited_by` allows, else all of the room.
 
     Raises InvalidRequest where what was asked does not fit.
     """
-    room = context_len - num_prompt_tokens
+    room = largest - num_prompt_tokens
     if asked and sampling.max_tokens > room:
         raise InvalidRequest(
-            f"max_tokens is {sampling.max_tokens}; the prompt has {num_prompt_tokens} tokens and the context is "
-            f"{context_len} tokens, so at most {room} can be generated",
+            f"max_tokens is {sampling.max_tokens}; the prompt has {num_prompt_tokens} tokens and {limited_by} "
+            f"{largest} tokens, so at most {room} can be generated",
             field="sampling_params.max_tokens",
             reason=MAX_TOKENS_TOO_LARGE,
         )

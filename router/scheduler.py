@@ -5,7 +5,7 @@ token, and a prefill worker that can reach it has token budget and blocks.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from router.config import Routing
 
@@ -18,7 +18,8 @@ class DecodeView:
     available_blocks: int
     total_blocks: int
     block_size: int
-    free_seqs: int
+    num_seqs: int
+    max_num_seqs: int
     max_model_len: int
     numerics: str
 
@@ -45,12 +46,24 @@ class PrefillView:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What the next attempt of a request needs: its tokens so far, and where it would rather not go again."""
+    """What the next attempt of a request needs: its tokens so far, and where it would rather not go again.
+
+    One that `was_preempted` goes where it can stay for a while: with one more block for each sequence that is there.
+    """
 
     num_tokens: int
     num_samples: int = 1
+    was_preempted: bool = False
     avoid: frozenset[str] = frozenset()
     numerics: str = ""
+
+    def needs_no_less(self, other: "Demand") -> bool:
+        """Whether this one finds no room wherever `other` finds none."""
+        return (
+            self.num_tokens >= other.num_tokens
+            and self.num_samples >= other.num_samples
+            and self.was_preempted >= other.was_preempted
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +82,16 @@ def decode_blocks(num_tokens: int, num_samples: int, block_size: int) -> int:
     return num_tokens // block_size + num_samples
 
 
+def _blocks_to_decode(view: DecodeView, demand: Demand) -> int:
+    spare = view.num_seqs if demand.was_preempted else 0
+    return decode_blocks(demand.num_tokens, demand.num_samples, view.block_size) + spare
+
+
 def can_decode(view: DecodeView, demand: Demand) -> bool:
     """Room for the tokens so far and the first decoded one of every sample, now."""
-    needed = decode_blocks(demand.num_tokens, demand.num_samples, view.block_size)
     return (
-        needed <= view.available_blocks
-        and demand.num_samples <= view.free_seqs
+        _blocks_to_decode(view, demand) <= view.available_blocks
+        and view.num_seqs + demand.num_samples <= view.max_num_seqs
         and demand.num_tokens < view.max_model_len
     )
 
@@ -82,27 +99,72 @@ def can_decode(view: DecodeView, demand: Demand) -> bool:
 def can_prefill(view: PrefillView, num_tokens: int) -> bool:
     """Blocks for the whole prompt, and a queue short enough that waiting here beats waiting at the router.
 
-    A long prompt fills the queue for other long ones only: short ones get a part of every step beside it.
+    A giant prompt fills the queue for its like only: others get a part of every step beside it, and it beside them.
     """
     if blocks_for(num_tokens, view.block_size) > view.available_blocks or num_tokens >= view.max_model_len:
         return False
-    if view.waiting_tokens == 0 or view.waiting_tokens + num_tokens <= view.max_waiting_tokens:
-        return True
-    has_long, is_long = view.waiting_tokens > view.tokens_ahead, num_tokens > view.long_threshold
-    ahead = view.tokens_ahead + min(num_tokens, view.long_threshold)
-    return not (has_long and is_long) and ahead <= view.max_waiting_tokens
+    has_long = view.waiting_tokens > view.tokens_ahead
+    counted = num_tokens if has_long else min(num_tokens, view.long_threshold)
+    return view.waiting_tokens == 0 or view.tokens_ahead + counted <= view.max_waiting_tokens
 
 
 def could_place(demand: Demand, prefills: Sequence[PrefillView], decodes: Sequence[DecodeView]) -> bool:
     """Whether some pair that is here would have room for the request if it were idle."""
-    return any(
-        decode.worker in prefill.reachable
-        and decode_blocks(demand.num_tokens, demand.num_samples, decode.block_size) <= decode.total_blocks
+    return bool(_pairs_if_idle(demand, prefills, decodes))
+
+
+def _pairs_if_idle(
+    demand: Demand, prefills: Sequence[PrefillView], decodes: Sequence[DecodeView]
+) -> list[tuple[PrefillView, DecodeView]]:
+    return [
+        (prefill, decode)
+        for decode in decodes
+        if decode_blocks(demand.num_tokens, demand.num_samples, decode.block_size) <= decode.total_blocks
+        and demand.num_samples <= decode.max_num_seqs
         and demand.num_tokens < decode.max_model_len
+        for prefill in prefills
+        if decode.worker in prefill.reachable
         and blocks_for(demand.num_tokens, prefill.block_size) <= prefill.total_blocks
         and demand.num_tokens < prefill.max_model_len
-        for decode in decodes
-        for prefill in prefills
+    ]
+
+
+def keep_room(
+    demand: Demand, prefills: Sequence[PrefillView], decodes: Sequence[DecodeView]
+) -> tuple[list[PrefillView], list[DecodeView]]:
+    """The views as those behind `demand` see them, once room is kept for it: as if it were placed already.
+
+    It is kept on the pair that lacks least, so nobody takes there what comes free; nowhere if no pair could ever hold
+    it.
+    """
+
+    def lacking(pair: tuple[PrefillView, DecodeView]) -> tuple[int, ...]:
+        prefill, decode = pair
+        return (
+            max(_blocks_to_decode(decode, demand) - decode.available_blocks, 0),
+            max(decode.num_seqs + demand.num_samples - decode.max_num_seqs, 0),
+            max(blocks_for(demand.num_tokens, prefill.block_size) - prefill.available_blocks, 0),
+            prefill.waiting_tokens,
+        )
+
+    pairs = _pairs_if_idle(demand, prefills, decodes)
+    if not pairs:
+        return list(prefills), list(decodes)
+    prefill, decode = min(pairs, key=lacking)
+    fuller_prefill = replace(
+        prefill,
+        available_blocks=prefill.available_blocks - blocks_for(demand.num_tokens, prefill.block_size),
+        waiting_tokens=prefill.waiting_tokens + demand.num_tokens,
+        tokens_ahead=prefill.tokens_ahead + min(demand.num_tokens, prefill.long_threshold),
+    )
+    fuller_decode = replace(
+        decode,
+        available_blocks=decode.available_blocks - _blocks_to_decode(decode, demand),
+        num_seqs=decode.num_seqs + demand.num_samples,
+    )
+    return (
+        [fuller_prefill if view is prefill else view for view in prefills],
+        [fuller_decode if view is decode else view for view in decodes],
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from router.request import ClusterLimits, GenerationRequest
-from router.sampling import fit_to_context, read_sampling
+from router.sampling import fit_to_room, read_sampling
 from router.tokenizing import TokenizerThreads, TokenizingLimits
 from splitserve.models.description import ModelDescription
 from splitserve.service.errors import InvalidRequest, NotFound
@@ -75,15 +75,17 @@ class RequestValidator:
         sampling = read_sampling(params, self._model, context_len)
         prompt_ids = await self._prompt_ids(message)
         self._check_prompt_len(len(prompt_ids), context_len, message.WhichOneof("prompt"))
+        largest, limited_by = self._largest_sequence(context_len)
         return GenerationRequest(
             request_id=message.request_id,
             model=self._model.name,
             prompt_ids=prompt_ids,
-            sampling=fit_to_context(
+            sampling=fit_to_room(
                 sampling,
                 asked=params.HasField("max_tokens"),
                 num_prompt_tokens=len(prompt_ids),
-                context_len=context_len,
+                largest=largest,
+                limited_by=limited_by,
             ),
             priority=message.priority,
             deadline=deadline,
@@ -190,6 +192,18 @@ class RequestValidator:
                 reason=CONTEXT_LENGTH_EXCEEDED,
             )
 
+    def _largest_sequence(self, context_len: int) -> tuple[int, str]:
+        """Prompt + output, and whose limit it is. A pool that is too small would hold up the next attempt for ever."""
+        return min(
+            [(context_len, "the context is"), *((most + 1, f"the {role} workers hold") for role, most in self._sides())]
+        )
+
+    def _sides(self) -> list[tuple[str, int]]:
+        """The largest prompt that each role's workers can hold, for the roles that are here."""
+        limits = self._limits()
+        sides = (("prefill", limits.max_prompt_tokens_prefill), ("decode", limits.max_prompt_tokens_decode))
+        return [(role, most) for role, most in sides if most > 0]
+
     def _check_prompt_len(self, num_tokens: int, context_len: int, field: str | None) -> None:
         if num_tokens >= context_len:
             raise InvalidRequest(
@@ -198,10 +212,8 @@ class RequestValidator:
                 field=field,
                 reason=CONTEXT_LENGTH_EXCEEDED,
             )
-        limits = self._limits()
-        sides = (("prefill", limits.max_prompt_tokens_prefill), ("decode", limits.max_prompt_tokens_decode))
-        for role, limit in sorted(sides, key=lambda side: side[1]):
-            if 0 < limit < num_tokens:
+        for role, limit in sorted(self._sides(), key=lambda side: side[1]):
+            if limit < num_tokens:
                 raise InvalidRequest(
                     f"the prompt has {num_tokens} tokens; the largest that the {role} workers can hold is {limit}",
                     field=field,

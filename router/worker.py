@@ -240,10 +240,10 @@ class Worker:
             available_blocks=self._available_blocks(),
             total_blocks=self.identity.num_blocks,
             block_size=self.identity.block_size,
-            free_seqs=self.identity.max_num_seqs
-            - self.load.num_running
-            - self.load.num_waiting
-            - sum(promise.num_samples for promise in self.promises.values()),
+            num_seqs=self.load.num_running
+            + self.load.num_waiting
+            + sum(promise.num_samples for promise in self.promises.values()),
+            max_num_seqs=self.identity.max_num_seqs,
             max_model_len=self.identity.max_model_len,
             numerics=self.identity.numerics,
         )

@@ -115,8 +115,12 @@ def test_prompt_above_one_sides_pool_kills_it(uneven: Cluster) -> None:
 
 
 def test_growth_beyond_the_pool_hangs(uneven: Cluster) -> None:
-    """C44: 100 tokens of prompt and 200 of output do not fit into 192: it ends by length."""
+    """C44: 100 tokens of prompt and 200 of output pass the 160 of prefill, from which an interrupted request would go
+    on: refused with the numbers, and without max_tokens it ends there by length."""
     with uneven.undisturbed():
-        answer = uneven.client.generate(prompt_of(100), max_tokens=200, ignore_eos=True)
-        assert answer.finish_reason == "length"
-        assert 92 <= len(answer.token_ids) <= 93
+        with pytest.raises(InvalidRequest, match="the prefill workers hold 160 tokens, so at most 60 can be generated"):
+            uneven.client.generate(prompt_of(100), max_tokens=200, ignore_eos=True)
+        for options in ({}, {"max_tokens": 60}):
+            answer = uneven.client.generate(prompt_of(100), ignore_eos=True, **options)
+            assert (len(answer.token_ids), answer.finish_reason) == (60, "length")
+        assert len(uneven.client.generate(prompt_of(10), max_tokens=2, ignore_eos=True).token_ids) == 2

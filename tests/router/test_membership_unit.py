@@ -101,10 +101,10 @@ async def test_views_leave_out_a_promise() -> None:
         sources, sinks = prefill.worker.prefill_view(), decode.worker.decode_view()
         assert (sources.available_blocks, sources.waiting_tokens) == (60 - 2 - 3, 57 + 20 + 40)
         assert sources.tokens_ahead == 7 + 20 + 32
-        assert (sinks.available_blocks, sinks.free_seqs) == (60 - 2 - 3, 8 - 3 - 2)
+        assert (sinks.available_blocks, sinks.num_seqs, sinks.max_num_seqs) == (60 - 2 - 3, 3 + 2, 8)
     sources, sinks = prefill.worker.prefill_view(), decode.worker.decode_view()
     assert (sources.available_blocks, sources.waiting_tokens, sources.tokens_ahead) == (60, 57, 7)
-    assert (sinks.available_blocks, sinks.free_seqs) == (60, 5)
+    assert (sinks.available_blocks, sinks.num_seqs) == (60, 3)
 
 
 async def test_blocks_that_can_be_evicted_are_shown_as_used() -> None:

@@ -13,6 +13,7 @@ from router.scheduler import (
     blocks_for,
     can_prefill,
     could_place,
+    keep_room,
     max_prompt_tokens,
     place,
 )
@@ -20,7 +21,14 @@ from router.scheduler import (
 B = 16
 
 D0 = DecodeView(
-    worker="d0", available_blocks=10, total_blocks=10, block_size=B, free_seqs=4, max_model_len=1000, numerics="n"
+    worker="d0",
+    available_blocks=10,
+    total_blocks=10,
+    block_size=B,
+    num_seqs=0,
+    max_num_seqs=4,
+    max_model_len=1000,
+    numerics="n",
 )
 D1 = replace(D0, worker="d1")
 P0 = PrefillView(
@@ -53,17 +61,21 @@ def where(
         ({"available_blocks": 2}, Demand(2 * B), False),  # no slot for the first decoded token
         ({"available_blocks": 0}, Demand(1), False),
         ({"available_blocks": -3}, Demand(1), False),
-        ({"free_seqs": 1}, Demand(20), True),
-        ({"free_seqs": 0}, Demand(20), False),
-        ({"free_seqs": -1}, Demand(20), False),
+        ({"num_seqs": 3}, Demand(20), True),
+        ({"num_seqs": 4}, Demand(20), False),
+        ({"num_seqs": 5}, Demand(20), False),
         ({"max_model_len": 21}, Demand(20), True),
         ({"max_model_len": 20}, Demand(20), False),
         # Samples share whole blocks; each has one of its own for the rest and its first decoded token.
         ({"available_blocks": 5}, Demand(2 * B + 1, num_samples=3), True),
         ({"available_blocks": 5}, Demand(2 * B, num_samples=3), True),
         ({"available_blocks": 4}, Demand(2 * B, num_samples=3), False),
-        ({"free_seqs": 3}, Demand(20, num_samples=3), True),
-        ({"free_seqs": 2}, Demand(20, num_samples=3), False),
+        ({"num_seqs": 1}, Demand(20, num_samples=3), True),
+        ({"num_seqs": 2}, Demand(20, num_samples=3), False),
+        # After a preemption: one block more for each sequence there, and alone it always fits.
+        ({"available_blocks": 5, "num_seqs": 3}, Demand(20, was_preempted=True), True),
+        ({"available_blocks": 4, "num_seqs": 3}, Demand(20, was_preempted=True), False),
+        ({"available_blocks": 2, "num_seqs": 0}, Demand(20, was_preempted=True), True),
     ],
 )
 def test_decode_worker_without_room_is_chosen(change: dict[str, int], demand: Demand, fits: bool) -> None:
@@ -87,11 +99,10 @@ def test_decode_worker_without_room_is_chosen(change: dict[str, int], demand: De
         ({"waiting_tokens": 5000, "tokens_ahead": 81}, 20, False),
         ({"waiting_tokens": 75, "tokens_ahead": 75}, 150, True),
         ({"waiting_tokens": 76, "tokens_ahead": 76}, 150, False),
-        # Two long ones wait here at once only if the queue holds both whole.
-        ({"waiting_tokens": 60, "tokens_ahead": 25}, 40, True),
-        ({"waiting_tokens": 61, "tokens_ahead": 25}, 40, False),
-        ({"waiting_tokens": 5000, "tokens_ahead": 25}, 26, False),
-        ({"waiting_tokens": 5000, "tokens_ahead": 25}, 25, True),
+        # A second long one counts whole.
+        ({"waiting_tokens": 5000, "tokens_ahead": 25}, 75, True),
+        ({"waiting_tokens": 5000, "tokens_ahead": 25}, 76, False),
+        ({"waiting_tokens": 25, "tokens_ahead": 25}, 150, True),
         ({"max_model_len": 21}, 20, True),
         ({"max_model_len": 20}, 20, False),
     ],
@@ -126,9 +137,12 @@ def test_pair_that_cannot_exchange_blocks_is_chosen() -> None:
         ({}, {"max_model_len": 21}, Demand(20), True),
         ({}, {"max_model_len": 20}, Demand(20), False),
         ({"reachable": frozenset()}, {}, Demand(20), False),
-        ({"available_blocks": 0, "waiting_tokens": 999}, {"available_blocks": 0, "free_seqs": 0}, Demand(20), True),
+        ({"available_blocks": 0, "waiting_tokens": 999}, {"available_blocks": 0, "num_seqs": 4}, Demand(20), True),
         ({}, {}, Demand(8 * B, num_samples=2), True),
         ({}, {}, Demand(8 * B, num_samples=3), False),
+        ({}, {"max_num_seqs": 2}, Demand(20, num_samples=2), True),
+        ({}, {"max_num_seqs": 1}, Demand(20, num_samples=2), False),
+        ({}, {"num_seqs": 4}, Demand(9 * B, was_preempted=True), True),
     ],
 )
 def test_busy_and_impossible_are_confused(
@@ -141,6 +155,64 @@ def test_busy_and_impossible_are_confused(
     assert could_place(demand, prefills, []) is False
     if not could:
         assert where(demand, prefills, decodes) is None
+
+
+def test_room_kept_for_one_is_given_to_another() -> None:
+    """The pair that lacks least counts as taken; what is beyond it, there and elsewhere, is still given."""
+    head, roomy = Demand(8 * B - 1), replace(D1, available_blocks=7)
+    busy = [replace(D0, available_blocks=5), roomy]
+    kept_prefills, kept_decodes = keep_room(head, [P0], busy)
+    assert kept_decodes == [busy[0], replace(roomy, available_blocks=-1, num_seqs=1)]
+    assert kept_prefills == [replace(P0, available_blocks=2, waiting_tokens=127, tokens_ahead=25)]
+    assert where(SMALL, kept_prefills, kept_decodes) == ("p0", "d0")
+    assert where(SMALL, *keep_room(head, [P0], [roomy])) is None
+    # Prefill is what it waits for, and decode has room for both.
+    wide = replace(D0, total_blocks=20, available_blocks=11)
+    giant_there = replace(P0, waiting_tokens=5000, tokens_ahead=25, total_blocks=30, available_blocks=30)
+    assert where(head, [giant_there], [wide]) is None
+    assert where(SMALL, *keep_room(head, [giant_there], [wide])) == ("p0", "d0")
+    assert where(SMALL, *keep_room(head, [giant_there], [replace(wide, available_blocks=9)])) is None
+    assert where(SMALL, *keep_room(head, [replace(giant_there, available_blocks=9)], [wide])) is None
+    assert where(SMALL, *keep_room(head, [replace(P0, waiting_tokens=60, tokens_ahead=60)], [wide])) is None
+
+
+def test_room_is_kept_where_it_can_never_suffice() -> None:
+    head = Demand(9 * B)
+    unreachable = replace(D1, worker="d2")
+    small = replace(D0, total_blocks=9, available_blocks=9)
+    wide = replace(D1, available_blocks=1)
+    assert keep_room(head, [P0], [unreachable, small, wide])[1][:2] == [unreachable, small]
+    assert keep_room(head, [P0], [unreachable, small]) == ([P0], [unreachable, small])
+    assert keep_room(head, [], [wide]) == ([], [wide])
+
+
+def test_room_kept_after_a_preemption_is_too_small_to_stay() -> None:
+    """Else a stream of small ones takes the spare blocks, and with each of them one more would be needed."""
+    busy = replace(D0, available_blocks=7, num_seqs=2)
+    assert keep_room(Demand(4 * B, was_preempted=True), [P0], [busy])[1][0].available_blocks == 0
+    assert keep_room(Demand(4 * B), [P0], [busy])[1][0].available_blocks == 2
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "no_less"),
+    [
+        (Demand(5), Demand(5), True),
+        (Demand(6), Demand(5), True),
+        (Demand(4), Demand(5), False),
+        (Demand(9, num_samples=1), Demand(5, num_samples=2), False),
+        (Demand(9, num_samples=3), Demand(5, num_samples=2), True),
+        (Demand(9), Demand(5, was_preempted=True), False),
+        (Demand(9, was_preempted=True), Demand(5), True),
+    ],
+)
+def test_request_that_would_find_room_is_not_looked_at(one: Demand, other: Demand, no_less: bool) -> None:
+    assert one.needs_no_less(other) is no_less
+    for blocks in range(10):
+        for waiting in (0, 50, 90):
+            prefill = replace(P0, waiting_tokens=waiting, tokens_ahead=waiting)
+            decode = replace(D0, available_blocks=blocks, num_seqs=2)
+            if no_less and where(other, [prefill], [decode]) is None:
+                assert where(one, [prefill], [decode]) is None
 
 
 def test_limits_of_two_pairs_are_mixed() -> None:

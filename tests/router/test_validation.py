@@ -256,6 +256,21 @@ async def test_the_workers_context_counts_where_it_is_the_smaller_one() -> None:
         assert "the context is 50 tokens" in error.message
 
 
+@pytest.mark.parametrize(
+    ("prefill", "decode", "smaller"), [(39, 99, "prefill"), (99, 39, "decode"), (39, 0, "prefill")]
+)
+async def test_output_outgrows_the_smaller_pool(prefill: int, decode: int, smaller: str) -> None:
+    """C44: after a failure a prefill worker must hold prompt and output; the numbers say whose pool is too small."""
+    limits = ClusterLimits(
+        ready=True, max_prompt_tokens_prefill=prefill, max_prompt_tokens_decode=decode, max_model_len=0
+    )
+    async with running(Edge(limits=lambda: limits)) as edge:
+        error = from_rpc_error(await edge.refusal(text="x" * 30, sampling_params={"max_tokens": 11}))
+        assert f"the {smaller} workers hold 40 tokens, so at most 10 can be generated" in error.message
+        assert [message async for message in edge.generate(text="x" * 30, sampling_params={"max_tokens": 10})]
+        assert [message async for message in edge.generate(text="x" * 30)]
+
+
 async def test_long_text_is_tokenized_beside_the_event_loop() -> None:
     """C53: health and streams go on while a tokenizer works."""
     loop = asyncio.get_running_loop()

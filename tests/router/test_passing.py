@@ -1,0 +1,141 @@
+"""Who passes whom in the queue: small ones a head that does not fit, and nobody for too long."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from router.worker import LoadReport, Role
+from splitserve.service.reasons import Reason
+from tests.router.cluster_fakes import FakeWorker, Router, collect
+from tests.router.test_membership_unit import settle
+
+B = 16
+HEAD, SMALL = 8 * B, B  # 9 and 2 blocks with the first decoded token's
+
+
+def reserved(decode: FakeWorker) -> list[int]:
+    """The prompts that decode was asked to take, by their lengths."""
+    return [len(start.prompt_ids) for kind, _, start in decode.channel.commands if kind == "reserve" and start]
+
+
+def report(router: Router, worker: FakeWorker, *, free: int) -> None:
+    """The worker's word on its blocks, with every promise answered."""
+    for attempt in list(worker.worker.promises):
+        worker.worker.promises.pop(attempt)
+    worker.worker.load = LoadReport(blocks_free=free, blocks_in_use=worker.worker.identity.num_blocks - free)
+    router.membership.changed()
+
+
+async def submit(router: Router, *lengths: int) -> list["asyncio.Task[object]"]:
+    tasks: list[asyncio.Task[object]] = []
+    for length in lengths:
+        tasks.append(asyncio.create_task(collect(router.submit(num_prompt=length))))
+        await settle()
+    return tasks
+
+
+async def cancel(router: Router, tasks: Sequence["asyncio.Task[object]"]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    router.assert_idle()
+
+
+async def test_head_that_does_not_fit_stops_those_behind_it() -> None:
+    """They pass it one after the other, in order among themselves; it goes as soon as it fits."""
+    router = Router(passing_timeout=3600.0)
+    _, (decode,) = router.pairs()
+    report(router, decode, free=5)
+    tasks = await submit(router, HEAD, SMALL, HEAD + 1, SMALL + 1, SMALL + 2)
+    assert reserved(decode) == [SMALL, SMALL + 1]
+    report(router, decode, free=9)
+    assert [len(router.dispatcher.queue), reserved(decode)[2:]] == [2, []]
+    await settle()
+    assert reserved(decode)[2:] == [HEAD]
+    await cancel(router, tasks)
+
+
+async def test_small_ones_pass_the_head_for_ever() -> None:
+    """C47: once it was passed for long enough room is kept for it; small ones go elsewhere, or after it."""
+    router = Router(passing_timeout=3600.0)
+    _, (decode,) = router.pairs()
+    report(router, decode, free=5)
+    tasks = await submit(router, HEAD, SMALL)
+    assert reserved(decode) == [SMALL]
+    (head,) = router.dispatcher.queue.in_order()
+    assert head.blocked_since is not None
+    head.blocked_since -= 3600.0
+    report(router, decode, free=8)
+    tasks += await submit(router, SMALL, SMALL)
+    assert reserved(decode) == [SMALL]
+    other = router.join(Role.DECODE, "d1", num_blocks=4)
+    await settle()
+    assert reserved(other) == [SMALL, SMALL]
+    tasks += await submit(router, SMALL)
+    report(router, decode, free=11)
+    await settle()
+    assert reserved(decode) == [SMALL, HEAD, SMALL]
+    await cancel(router, tasks)
+
+
+async def test_timeout_of_the_first_head_counts_for_the_second() -> None:
+    router = Router(passing_timeout=3600.0)
+    _, (decode,) = router.pairs()
+    report(router, decode, free=5)
+    tasks = await submit(router, HEAD, HEAD + 1)
+    first, second = router.dispatcher.queue.in_order()
+    assert second.blocked_since is None
+    first.blocked_since = -3600.0
+    router.dispatcher.kick()
+    assert (first.blocked_since, second.blocked_since) == (-3600.0, None)
+    report(router, decode, free=10)
+    await settle()
+    report(router, decode, free=5)
+    assert second.blocked_since is not None
+    tasks += await submit(router, SMALL)
+    assert reserved(decode) == [HEAD, SMALL]
+    await cancel(router, tasks)
+
+
+@pytest.mark.parametrize("reason", [Reason.PREEMPTED, Reason.TIMEOUT])
+async def test_new_work_takes_the_room_that_an_interrupted_request_waits_for(reason: Reason) -> None:
+    """It is not passed at all; one that was preempted waits for more, so that it is not preempted again at once."""
+    router = Router(passing_timeout=3600.0)
+    (prefill,), (decode,) = router.pairs()
+    victim = await submit(router, HEAD)
+    attempt, _ = await decode.command("reserve")
+    decode.reserved(attempt)
+    await prefill.command("prefill")
+    prefill.accepted(attempt)
+    report(router, decode, free=5)
+    decode.worker.load = replace(decode.worker.load, num_running=3)
+    decode.ended(attempt, reason)
+    await asyncio.sleep(0.1)
+    later = await submit(router, SMALL, SMALL)
+    assert reserved(decode) == [HEAD]
+    decode.worker.load = replace(decode.worker.load, blocks_free=11)
+    router.membership.changed()
+    await settle()
+    assert reserved(decode) == ([HEAD] if reason is Reason.PREEMPTED else [HEAD, HEAD, SMALL])
+    decode.worker.load = replace(decode.worker.load, blocks_free=12)
+    router.membership.changed()
+    await settle()
+    assert reserved(decode)[:2] == [HEAD, HEAD]
+    await cancel(router, [*victim, *later])
+
+
+async def test_giant_prompt_keeps_short_ones_in_the_queue() -> None:
+    """C47: prefill computes 600 tokens, more than may wait there; short ones are handed over, a second giant is not."""
+    router = Router(passing_timeout=3600.0)
+    (prefill,), (decode,) = router.pairs()
+    tasks = await submit(router, 600, 500, 20, 20, 20, 20, 20, 20)
+    # Two steps of 64 tokens: 32 for the giant, and 96 for short ones.
+    assert reserved(decode) == [600, 20, 20, 20, 20]
+    prefill.worker.promises.clear()
+    prefill.worker.load = LoadReport(blocks_free=60, waiting_tokens=31, tokens_ahead=31)
+    router.membership.changed()
+    await settle()
+    assert reserved(decode)[5:] == [500, 20, 20]
+    await cancel(router, tasks)
