@@ -6,7 +6,7 @@ the number of threads, because every item of work is computed whole by one of th
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from splitserve.engine.attention import AttentionSpec
 from splitserve.engine.kernels.attention import NO_WINDOW, Item, Softmax, scratch_size
 from splitserve.engine.kernels.compiled import Kernels, Progress, load_kernels
-from splitserve.engine.kernels.paging import Geometry, Paged, Rows, make_geometry
+from splitserve.engine.kernels.paging import Geometry, RowsArgument, make_geometry
 from splitserve.engine.packing import PackedBatch
 from splitserve.engine.pool import DTYPES, KVPool
 from splitserve.engine.torch_attention import TorchAttention
@@ -82,7 +82,7 @@ class CpuAttentionPlan:
     ) -> None:
         self._backend = backend
         self._kernels = kernels
-        self._geometry = geometry
+        self._geometry = tuple(geometry)
         self._dtype = DTYPES[pool.layout.dtype]
         self._pool = _elements(pool.tensor.flatten())
         self._blocks, self._offsets = batch.slot_blocks.numpy(), batch.slot_offsets.numpy()
@@ -95,20 +95,27 @@ class CpuAttentionPlan:
         self._scratch = backend.scratch(len(parts), scratch_size(geometry, most_rows * geometry.heads_per_kv_head))
 
     def store(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
-        keys, values = _rows(key.to(self._dtype)), _rows(value.to(self._dtype))
-        self._kernels.store_tokens(self._pool, self._geometry, layer, self._blocks, self._offsets, keys, values)
+        key, value = self._readable(key), self._readable(value)
+        self._kernels.store_tokens(
+            self._pool, self._geometry, layer, self._blocks, self._offsets, _rows(key), _rows(value)
+        )
 
     def attend(self, query: torch.Tensor, layer: int, spec: AttentionSpec) -> torch.Tensor:
+        readable = self._readable(query)
         output = torch.empty(query.shape, dtype=self._dtype)
-        paged = Paged(self._pool, self._tables, self._geometry, layer)
-        arguments = (paged, _softmax(spec), _rows(query.to(self._dtype)), _rows(output))
-        self._backend.run(
-            [
-                partial(self._kernels.attend, self._items, first, last, *arguments, scratch)
-                for (first, last), scratch in zip(self._ranges, self._scratch, strict=True)
-            ]
-        )
-        return output.to(query.dtype)
+        common = (self._tables, self._pool, self._geometry, layer, *_softmax(spec), _rows(readable), _rows(output))
+        calls = [
+            partial(self._kernels.attend, self._items, first, last, *common, scratch)
+            for (first, last), scratch in zip(self._ranges, self._scratch, strict=True)
+        ]
+        self._backend.run(calls)
+        return output if output.dtype == query.dtype else output.to(query.dtype)
+
+    def _readable(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`[tokens, heads, head_dim]` of the pool's dtype with contiguous heads; mostly that is `tensor` itself."""
+        if tensor.dtype != self._dtype:
+            tensor = tensor.to(self._dtype)
+        return tensor if tensor.stride(2) == 1 else tensor.contiguous()
 
 
 def make_items(batch: PackedBatch, geometry: Geometry, num_threads: int) -> list[Item]:
@@ -148,6 +155,7 @@ def _work(item: Item) -> int:
     return item.num_heads * item.num_tokens * (item.first_position + item.num_tokens)
 
 
+@cache
 def _softmax(spec: AttentionSpec) -> Softmax:
     """Scores as exponents of two, so that a weight is a power of two of a difference."""
     window = NO_WINDOW if spec.window is None else spec.window
@@ -156,16 +164,12 @@ def _softmax(spec: AttentionSpec) -> Softmax:
     return Softmax(np.float32(spec.scaling * _LOG2_E), np.float32(0.0), window)
 
 
-def _rows(tensor: torch.Tensor) -> Rows:
-    """The memory of a `[tokens, heads, head_dim]` tensor; only one without order within its heads is copied."""
-    if tensor.stride(2) != 1:
-        tensor = tensor.contiguous()
-    num_tokens, num_heads, head_dim = tensor.shape
-    token_stride, head_stride, _ = tensor.stride()
-    span = (num_tokens - 1) * token_stride + (num_heads - 1) * head_stride + head_dim
-    return Rows(_elements(tensor.as_strided((span,), (1,))), token_stride, head_stride)
+def _rows(tensor: torch.Tensor) -> RowsArgument:
+    """For a kernel that runs while the caller holds `tensor`."""
+    return tensor.data_ptr(), tensor.stride(0), tensor.stride(1)
 
 
 def _elements(flat: torch.Tensor) -> np.ndarray:
+    """numpy knows no bfloat16: its bits as uint16."""
     elements: np.ndarray = (flat.view(torch.uint16) if flat.dtype == torch.bfloat16 else flat).numpy()
     return elements

@@ -14,11 +14,25 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from splitserve.engine.kernels.blocks import STRIP, add_product, load_scaled_block, store_block, zero_block
-from splitserve.engine.kernels.paging import TILE, Geometry, Paged, Rows, ask_ahead, fill_keys, fill_values, inner
+from splitserve.engine.kernels.paging import (
+    TILE,
+    Geometry,
+    GeometryArgument,
+    Paged,
+    Rows,
+    RowsArgument,
+    as_geometry,
+    as_rows,
+    ask_ahead,
+    fill_keys,
+    fill_values,
+    inner,
+)
 from splitserve.engine.kernels.vector import (
     LANES,
     add,
     broadcast,
+    divide,
     keep_lanes,
     largest_lane,
     load,
@@ -37,6 +51,7 @@ NO_WINDOW = 1 << 30  # more than any position, and far from the limit of a 32-bi
 
 _LARGEST_GROUP = 6
 _NEVER = np.float32(-1e30)  # running maximum of a row that has seen nothing: finite, so that no difference is NaN
+_HIDDEN = np.float32(-np.inf)  # the score of what a row must not see: its weight is exactly 0
 _ZERO = np.float32(0.0)
 _STRIP_LANES = STRIP * LANES
 
@@ -97,12 +112,14 @@ def scratch_size(geometry: Geometry, num_rows: int) -> int:
 def _weigh(scratch: Any, places: Places, member: int, row: int, first: int, last: int, softcap: np.float32) -> None:
     """Makes weights of a row's scores. The row is the group's `member`; it sees the columns `first` to `last - 1`."""
     weights = places.weights + member * TILE
+    sees_all = first <= 0 and last >= TILE
     largest = broadcast(_NEVER)
     for column in range(0, TILE, LANES):
         score = load(scratch, weights + column)
         if softcap != _ZERO:
             score = multiply(tanh(score), broadcast(softcap))
-        score = keep_lanes(score, first - column, last - column, _NEVER)
+        if not sees_all:
+            score = keep_lanes(score, first - column, last - column, _HIDDEN)
         store(scratch, weights + column, score)
         largest = maximum(score, largest)
     before = scratch[places.maxima + row]
@@ -111,7 +128,6 @@ def _weigh(scratch: Any, places: Places, member: int, row: int, first: int, last
     total = multiply(load(scratch, places.totals + row * LANES), factor)
     for column in range(0, TILE, LANES):
         weight = power_of_two(subtract(load(scratch, weights + column), broadcast(now)))
-        weight = keep_lanes(weight, first - column, last - column, _ZERO)
         store(scratch, weights + column, weight)
         total = add(total, weight)
     store(scratch, places.totals + row * LANES, total)
@@ -217,7 +233,10 @@ def _start(
     for row in range(num_rows):
         token, head = _token_and_head(geometry, item, row)
         source, target = token * query.token_stride + head * query.head_stride, places.queries + row * geometry.head_dim
-        for d in range(geometry.head_dim):
+        whole = geometry.head_dim // LANES * LANES
+        for d in range(0, whole, LANES):
+            store(scratch, target + d, multiply(load(query.elements, source + d), broadcast(factor)))
+        for d in range(whole, geometry.head_dim):
             scratch[target + d] = load_one(query.elements, source + d) * factor
         scratch[places.maxima + row] = _NEVER
     for at in range(places.sums, places.maxima):
@@ -232,16 +251,34 @@ def _finish(scratch: Any, geometry: Geometry, places: Places, item: Item, num_ro
         source = places.sums + row * geometry.padded_dim
         target = token * output.token_stride + head * output.head_stride
         total = sum_of_lanes(load(scratch, places.totals + row * LANES))
-        for d in range(geometry.head_dim):
-            # A sum of zeros alone may be 0 or -0, by the tiles that rows beside it saw; plus 0 it is 0.
+        # A sum of zeros alone may be 0 or -0, by the tiles that rows beside it saw; plus 0 it is 0.
+        whole = geometry.head_dim // LANES * LANES
+        for d in range(0, whole, LANES):
+            mean = divide(load(scratch, source + d), broadcast(total))
+            store(output.elements, target + d, add(mean, broadcast(_ZERO)))
+        for d in range(whole, geometry.head_dim):
             store_one(output.elements, target + d, scratch[source + d] / total + _ZERO)
 
 
 def attend(
-    items: Any, first: int, last: int, paged: Paged, softmax: Softmax, query: Rows, output: Rows, scratch: Any
+    items: Any,
+    first: int,
+    last: int,
+    tables: Any,
+    pool: Any,
+    geometry_argument: GeometryArgument,
+    layer: int,
+    factor: np.float32,
+    softcap: np.float32,
+    window: int,
+    query_argument: RowsArgument,
+    output_argument: RowsArgument,
+    scratch: Any,
 ) -> None:
     """Computes the items `first` to `last - 1`, rows of an int64 array with the columns of `Item`."""
-    geometry = paged.geometry
+    geometry, softmax = as_geometry(geometry_argument), Softmax(factor, softcap, window)
+    paged = Paged(pool, tables, geometry, layer)
+    query, output = as_rows(query_argument, pool), as_rows(output_argument, pool)
     for number in range(first, last):
         item = Item(
             items[number, 0], items[number, 1], items[number, 2], items[number, 3], items[number, 4], items[number, 5]
@@ -253,13 +290,17 @@ def attend(
         end = item.first_position + item.num_tokens
         first_seen = max(0, item.first_position - softmax.window + 1)
         for tile in range(first_seen // TILE * TILE, end, TILE):
-            tile_end = min(tile + TILE, end)
+            tile_end, offset = min(tile + TILE, end), item.first_position - tile
             for index in range(item.num_heads):
                 head = item.first_head + index
+                # What comes next is asked for in two parts: memory serves few lines at a time, and arithmetic has to
+                # wait behind a long queue.
+                is_last = index + 1 == item.num_heads
+                next_head, next_tile = (item.first_head, tile + TILE) if is_last else (head + 1, tile)
+                next_end = min(next_tile + TILE, end)
                 fill_keys(paged, item.table, head, tile, tile_end, scratch, places.keys)
+                ask_ahead(paged, item.table, next_head, next_tile, next_end, 0)
                 fill_values(paged, item.table, head, tile, tile_end, scratch, places.values)
-                if item.num_tokens == 1:  # then memory, not arithmetic, takes the time
-                    ask_ahead(paged, item.table, head, tile + TILE, min(tile + 2 * TILE, end))
-                offset = item.first_position - tile
+                ask_ahead(paged, item.table, next_head, next_tile, next_end, 1)
                 _add_tile(scratch, geometry, places, index * rows_per_head, rows_per_head, offset, softmax)
         _finish(scratch, geometry, places, item, num_rows, output)

@@ -19,6 +19,7 @@ import numpy as np
 from filelock import FileLock
 from llvmlite import binding
 from numba import njit
+from numba.core.event import Listener, install_listener
 
 from splitserve.engine.kernels import attention, paging
 
@@ -50,42 +51,56 @@ def load_kernels(dtype: str, folder: Path | None, progress: Progress) -> Kernels
 
 
 def _load(dtype: str, folder: Path | None, progress: Progress) -> Kernels:
-    if folder is not None:
-        try:
-            return _load_cached(dtype, folder / _fingerprint(), progress)
-        except OSError as error:
-            progress(f"cannot keep compiled kernels in {folder}: {error}")
-    progress("compiling attention kernels (for this process)")
-    return _compile(dtype, is_cached=False)
+    if folder is None:
+        progress("compiling attention kernels (no folder to keep them in)")
+        return _compile(dtype, is_cached=False)
+    try:
+        return _load_cached(dtype, folder / _fingerprint(), progress)
+    except OSError as error:
+        progress(f"compiling attention kernels, which cannot be kept: {error}")
+        return _compile(dtype, is_cached=False)
 
 
 def _load_cached(dtype: str, folder: Path, progress: Progress) -> Kernels:
     folder.mkdir(parents=True, exist_ok=True)
-    marker = folder / f"{dtype}.compiled"
-    with FileLock(folder / ".lock"), _numba_cache(folder):
-        if marker.exists():
-            try:
-                return _compile(dtype, is_cached=True)
-            except Exception as error:  # whatever reading a damaged file may raise: compiling anew helps against all
-                progress(f"compiled kernels in {folder} cannot be read: {error}")
-                for path in folder.glob("*/"):
-                    shutil.rmtree(path)
-        progress("compiling attention kernels (once)")
-        kernels = _compile(dtype, is_cached=True)
-        marker.touch()
-        return kernels
+    with FileLock(folder / ".lock"), _numba_cache(folder), install_listener("numba:compile", _Announcement(progress)):
+        try:
+            return _compile(dtype, is_cached=True)
+        except (
+            Exception
+        ) as error:  # a damaged file raises anything; if it was no such file, the second try raises again
+            if isinstance(error, OSError):
+                raise
+            progress(f"compiled kernels cannot be read ({error})")
+            for path in folder.glob("*/"):
+                shutil.rmtree(path)
+            return _compile(dtype, is_cached=True)
+
+
+class _Announcement(Listener):
+    """Says that kernels are compiled when numba really starts to."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._is_made = False
+
+    def on_start(self, event: Any) -> None:
+        if not self._is_made:
+            self._progress("compiling attention kernels (once)")
+        self._is_made = True
+
+    def on_end(self, event: Any) -> None:
+        """Nobody waits for the end: the next line of progress shows it."""
 
 
 def _compile(dtype: str, *, is_cached: bool) -> Kernels:
     """Compiles for the types of example arguments; what is in them does not matter."""
-    elements, geometry = np.zeros(1, _ELEMENTS[dtype]), paging.make_geometry(1, 1, 1, 1, 1)
-    positions = np.zeros(1, np.int64)
-    rows = paging.Rows(elements, 1, 1)
-    paged = paging.Paged(elements, np.zeros(1, np.int32), geometry, 0)
-    softmax = attention.Softmax(np.float32(1), np.float32(1), 1)
+    pool, geometry, rows = np.zeros(1, _ELEMENTS[dtype]), tuple(paging.make_geometry(1, 1, 1, 1, 1)), (0, 1, 1)
+    positions, tables = np.zeros(1, np.int64), np.zeros(1, np.int32)
     items, scratch = np.zeros((1, len(attention.Item._fields)), np.int64), np.zeros(1, np.float32)
-    attend = (items, 0, 1, paged, softmax, rows, rows, scratch)
-    store_tokens = (elements, geometry, 0, positions, positions, rows, rows)
+    number = np.float32(1)
+    attend = (items, 0, 1, tables, pool, geometry, 0, number, number, 1, rows, rows, scratch)
+    store_tokens = (pool, geometry, 0, positions, positions, rows, rows)
     return Kernels(
         attend=_compile_one(attention.attend, attend, is_cached),
         store_tokens=_compile_one(paging.store_tokens, store_tokens, is_cached),
@@ -112,11 +127,11 @@ def _numba_cache(folder: Path) -> Iterator[None]:
         numba.config.CACHE_DIR = before
 
 
-def _fingerprint() -> str:
+def _fingerprint(sources: Path = Path(__file__).parent) -> str:
     """Names all that machine code depends on; numba by itself would overlook a change in an inner function."""
     parts = [numba.__version__, platform.python_version(), binding.get_host_cpu_name()]
     parts.append(binding.get_host_cpu_features().flatten())
     digest = sha256("\0".join(parts).encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(sources.glob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from numba import njit
 
-from splitserve.engine.kernels.vector import LANES, load, load_one, prefetch, store
+from splitserve.engine.kernels.vector import LANES, array_at, load, load_one, prefetch, store
 
 TILE = 64
 
@@ -39,16 +39,31 @@ class Paged(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A `[tokens, heads, head_dim]` tensor of the pool's dtype; strides count elements, head_dim has none."""
+    """A `[tokens, heads, head_dim]` tensor of the pool's dtype: its memory, and the elements from one to the next."""
 
     elements: Any
     token_stride: int
     head_stride: int
 
 
+# How `Rows` and `Geometry` come from Python: plain tuples and addresses are the quickest to pass.
+RowsArgument = tuple[int, int, int]  # address, token_stride, head_stride
+GeometryArgument = tuple[int, int, int, int, int, int]
+
+
 def make_geometry(num_layers: int, num_kv_heads: int, num_heads: int, block_size: int, head_dim: int) -> Geometry:
     padded = -(-head_dim // LANES) * LANES
     return Geometry(num_layers, num_kv_heads, num_heads // num_kv_heads, block_size, head_dim, padded)
+
+
+@inner
+def as_rows(argument: RowsArgument, pool: Any) -> Rows:
+    return Rows(array_at(pool, argument[0]), argument[1], argument[2])
+
+
+@inner
+def as_geometry(argument: GeometryArgument) -> Geometry:
+    return Geometry(argument[0], argument[1], argument[2], argument[3], argument[4], argument[5])
 
 
 @inner
@@ -97,19 +112,27 @@ def fill_values(paged: Paged, table: int, head: int, start: int, end: int, out: 
 
 
 @inner
-def ask_ahead(paged: Paged, table: int, head: int, start: int, end: int) -> None:
-    """Starts bringing K and V of positions `start` to `end - 1` nearer while something else is computed."""
+def ask_ahead(paged: Paged, table: int, head: int, start: int, end: int, is_value: int) -> None:
+    """Starts bringing K or V of positions `start` to `end - 1` nearer while something else is computed."""
     geometry = paged.geometry
+    size = geometry.block_size * geometry.head_dim
     for position in range(start, end, geometry.block_size):
-        for is_value in range(2):
-            source = _start_of(paged, table, position, head, is_value)
-            size = geometry.block_size * geometry.head_dim
-            for index in range(source, source + size, _LINE_NBYTES // paged.pool.itemsize):
-                prefetch(paged.pool, index)
+        source = _start_of(paged, table, position, head, is_value)
+        for index in range(source, source + size, _LINE_NBYTES // paged.pool.itemsize):
+            prefetch(paged.pool, index)
 
 
-def store_tokens(pool: Any, geometry: Geometry, layer: int, blocks: Any, offsets: Any, key: Rows, value: Rows) -> None:
+def store_tokens(
+    pool: Any,
+    geometry_argument: GeometryArgument,
+    layer: int,
+    blocks: Any,
+    offsets: Any,
+    key_argument: RowsArgument,
+    value_argument: RowsArgument,
+) -> None:
     """Writes one layer's new K and V: those of token i go to slot `offsets[i]` of block `blocks[i]`."""
+    geometry, key, value = as_geometry(geometry_argument), as_rows(key_argument, pool), as_rows(value_argument, pool)
     head_dim, block_size = geometry.head_dim, geometry.block_size
     for token in range(blocks.size):
         for head in range(geometry.num_kv_heads):

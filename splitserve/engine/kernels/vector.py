@@ -19,6 +19,7 @@ LANES = 16
 
 _FLOAT = ir.FloatType()
 _INT = ir.IntType(32)
+_LONG = ir.IntType(64)
 FLOATS = ir.VectorType(_FLOAT, LANES)
 _INTS = ir.VectorType(_INT, LANES)
 _HALVES = ir.VectorType(ir.IntType(16), LANES)
@@ -68,6 +69,19 @@ def emit_load(context: Any, builder: Any, array_type: Any, array: Any, index: An
     return builder.bitcast(builder.shl(builder.zext(halves, _INTS), ir.Constant(_INTS, [16] * LANES)), FLOATS)
 
 
+def _emit_bfloat16(builder: Any, value: Any, wide: Any, half: Any) -> Any:
+    """The bits of float32 `value` as bfloat16, to nearest, ties to even; one value or many."""
+
+    def number(bits: int) -> Any:
+        return ir.Constant(wide, bits if wide is _INT else [bits] * LANES)
+
+    bits = builder.bitcast(value, wide)
+    is_odd = builder.and_(builder.lshr(bits, number(16)), number(1))
+    rounded = builder.add(bits, builder.add(is_odd, number(0x7FFF)))
+    is_nan = builder.fcmp_unordered("uno", value, value)  # whose bits a carry could turn into zero
+    return builder.trunc(builder.lshr(builder.select(is_nan, number(0x7FC00000), rounded), number(16)), half)
+
+
 @intrinsic
 def load(typing: Any, array: Any, index: Any) -> Any:
     """`array[index : index + 16]` of a flat float32 or (uint16 as) bfloat16 array."""
@@ -80,14 +94,33 @@ def load(typing: Any, array: Any, index: Any) -> Any:
 
 @intrinsic
 def store(typing: Any, array: Any, index: Any, vector: Any) -> Any:
-    """`array[index : index + 16] = vector` in a flat float32 array."""
+    """`array[index : index + 16] = vector`; to nearest, ties to even, where the array is bfloat16."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = emit_pointer(context, builder, signature.args[0], arguments[0], arguments[1])
-        builder.store(arguments[2], builder.bitcast(pointer, FLOATS.as_pointer()), align=4)
+        if signature.args[0].dtype == types.float32:
+            builder.store(arguments[2], builder.bitcast(pointer, FLOATS.as_pointer()), align=4)
+        else:
+            rounded = _emit_bfloat16(builder, arguments[2], _INTS, _HALVES)
+            builder.store(rounded, builder.bitcast(pointer, _HALVES.as_pointer()), align=2)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, VECTOR), generate
+
+
+@intrinsic
+def array_at(typing: Any, like: Any, address: Any) -> Any:
+    """The memory at `address` as a flat array of the same type as `like`; its length is unknown and given as 0."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array = context.make_array(like)(context, builder)
+        item = ir.Constant(_LONG, like.dtype.bitwidth // 8)
+        data = builder.inttoptr(arguments[1], context.get_data_type(like.dtype).as_pointer())
+        zero = ir.Constant(_LONG, 0)
+        context.populate_array(array, data=data, shape=[zero], strides=[item], itemsize=item, meminfo=None)
+        return array._getvalue()
+
+    return like(like, types.int64), generate
 
 
 @intrinsic
@@ -146,18 +179,13 @@ def load_one(typing: Any, array: Any, index: Any) -> Any:
 
 @intrinsic
 def store_one(typing: Any, array: Any, index: Any, value: Any) -> Any:
-    """`array[index] = value`, rounded to nearest, ties to even, where the array is bfloat16 (as uint16)."""
+    """`array[index] = value`, rounded as by `store`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = emit_pointer(context, builder, signature.args[0], arguments[0], arguments[1])
         result = arguments[2]
         if signature.args[0].dtype != types.float32:
-            bits = builder.bitcast(result, _INT)
-            is_odd = builder.and_(builder.lshr(bits, ir.Constant(_INT, 16)), ir.Constant(_INT, 1))
-            rounded = builder.add(bits, builder.add(is_odd, ir.Constant(_INT, 0x7FFF)))
-            is_nan = builder.fcmp_unordered("uno", result, result)  # whose bits a carry could turn into zero
-            rounded = builder.select(is_nan, ir.Constant(_INT, 0x7FC00000), rounded)
-            result = builder.trunc(builder.lshr(rounded, ir.Constant(_INT, 16)), ir.IntType(16))
+            result = _emit_bfloat16(builder, result, _INT, ir.IntType(16))
         builder.store(result, pointer)
         return context.get_dummy_value()
 
