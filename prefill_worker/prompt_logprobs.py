@@ -11,21 +11,17 @@ from prefill_worker.scheduler import Chunk
 from splitserve.worker import messages
 from splitserve.worker.sampling import logprobs_of
 
-MAX_SCORED_TOKENS = 512
-"""Tokens of one step whose logits may all be held: a few hundred MiB with the largest vocabularies."""
+MAX_SCORED_TOKENS = 256
+"""Tokens of one step whose logits may all be held: 50 to 250 MiB, and no step much longer than others."""
 
 
 def limit_scored(chunks: Sequence[Chunk], scored: frozenset[str], limit: int = MAX_SCORED_TOKENS) -> list[Chunk]:
-    """`chunks` without the tokens of attempts `scored` that are too many for this step: they wait for the next."""
-    kept = []
-    for chunk in chunks:
-        length = chunk.length
-        if chunk.attempt in scored:
-            length = min(length, limit)
-            limit -= length
-        if length > 0:
-            kept.append(Chunk(chunk.attempt, chunk.start, length))
-    return kept
+    """Shortens the chunks of the attempts `scored` to equal shares of `limit`; what is left waits for the next step."""
+    share = max(limit // max(sum(chunk.attempt in scored for chunk in chunks), 1), 1)
+    return [
+        Chunk(chunk.attempt, chunk.start, min(chunk.length, share)) if chunk.attempt in scored else chunk
+        for chunk in chunks
+    ]
 
 
 def score_chunk(

@@ -76,6 +76,17 @@ def test_text_and_statistics_were_mixed(router: FakeRouter) -> None:
     assert not params.HasField("seed")
 
 
+def test_sampling_flag_does_nothing(router: FakeRouter) -> None:
+    flags = "--top-p 0.9 --top-k 5 --min-p 0.1 --min-tokens 2 --ignore-eos --seed 7 --repetition-penalty 1.2 "
+    flags += "--presence-penalty -0.5 --frequency-penalty 0.25 --stop-token-ids 5 --stop-token-ids 9"
+    done = run("generate", "Where?", "--target", router.target, *flags.split())
+    assert done.returncode == 0, done.stderr
+    params = router.requests[0].sampling_params
+    assert (params.top_p, params.top_k, params.min_p, params.min_tokens) == (0.9, 5, 0.1, 2)
+    assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.2, -0.5, 0.25)
+    assert (list(params.stop_token_ids), params.ignore_eos, params.seed) == ([5, 9], True, 7)
+
+
 def test_quiet_was_not_quiet(router: FakeRouter) -> None:
     done = run("generate", "Where?", "--quiet", env={"SPLITSERVE_TARGET": router.target})
     assert (done.returncode, done.stderr) == (0, "")
