@@ -14,6 +14,7 @@ import structlog
 from kvtransfer.ticket import Ticket
 from router.config import RouterConfig
 from router.metrics import RouterMetrics, Stage
+from router.token_order import TokenOrder
 from router.worker import (
     Accepted,
     AttemptEvent,
@@ -50,23 +51,6 @@ class AttemptLostError(Exception):
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.message}"
-
-
-class TokenOrder:
-    """Lets each position of one sample through once and in order, and keeps what comes early."""
-
-    def __init__(self, next_position: int) -> None:
-        self._next = next_position
-        self._early: dict[int, TokenArrived] = {}
-
-    def take(self, token: TokenArrived) -> list[TokenArrived]:
-        if token.position >= self._next:
-            self._early[token.position] = token
-        ready = []
-        while (following := self._early.pop(self._next, None)) is not None:
-            ready.append(following)
-            self._next += 1
-        return ready
 
 
 class Attempt:

@@ -12,6 +12,7 @@ from splitserve.client.types import Generation, TokenLogprobs
 from splitserve.service.errors import InvalidRequest
 from tests.cluster.harness import Cluster
 from tests.cluster.test_exact import prompt_of
+from tests.cluster.test_failover import busy
 from tests.reference import greedy, logits
 from tests.tiny_models import EOS_TOKEN_ID
 
@@ -80,6 +81,28 @@ def test_logprobs_without_alternatives_or_without_being_asked_for(pair: Cluster)
     assert all(math.isfinite(entry.logprob or 0.0) for entry in answer.logprobs)
     plain = pair.client.generate(prompt_of(20), max_tokens=3, **GREEDY)
     assert (plain.logprobs, plain.prompt_logprobs) == ((), ())
+
+
+def test_failover_changes_what_is_chosen_or_told(two_by_three: Cluster) -> None:
+    """Decode dies on the way: the same tokens with the same logprobs, one entry each, and the prompt's only once."""
+    options: dict[str, Any] = {
+        "max_tokens": 120, "ignore_eos": True, "seed": 5, "temperature": 1.1, "top_p": 0.9, "repetition_penalty": 1.2,
+        "frequency_penalty": 0.3, "logit_bias": {30: 2.0}, "logprobs": 2, "prompt_logprobs": 1,
+    }  # fmt: skip
+    prompt = prompt_of(100)
+    undisturbed = two_by_three.client.generate(prompt, **options)
+    with two_by_three.client.stream(prompt, **options) as stream:
+        num_tokens = 0
+        for chunk in stream:
+            num_tokens += len(chunk.token_ids)
+            if num_tokens == 20 and chunk.token_ids:
+                busy(two_by_three, "decode").kill()
+        answer = stream.result()
+    assert answer.attempts == 2
+    assert answer.token_ids == undisturbed.token_ids
+    assert answer.logprobs == undisturbed.logprobs
+    assert answer.prompt_logprobs == undisturbed.prompt_logprobs
+    assert (len(answer.logprobs), len(answer.prompt_logprobs)) == (120, 100)
 
 
 def test_first_token_escapes_the_end_rules(pair: Cluster) -> None:

@@ -149,6 +149,23 @@ def test_prompt_logprobs_differ_from_one_forward(length: int, budget: int, tiny:
     pair.assert_drained()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_asking_for_prompt_logprobs_changes_a_bit(dtype: str, make_pair: MakePair) -> None:
+    """All rows of logits or the last alone, in whatever chunks: the same numbers."""
+    prompt = prompt_of(61)
+    entries, outputs = [], []
+    for budget, wanted in ((512, None), (512, 3), (7, 3), (33, 3)):
+        pair = make_pair(max_num_batched_tokens=budget, dtype=dtype)
+        if not pair.prefill.runner.recompute_exact:
+            pytest.skip(f"{dtype} is not computed exactly on this machine")
+        attempt = pair.begin(prompt, max_tokens=3, logprobs=5, prompt_logprobs=wanted)
+        pair.until(lambda pair=pair, attempt=attempt: pair.is_finished(attempt))
+        outputs.append([(token.token_id, token.logprobs) for token in pair.tokens(attempt)])
+        entries.append(prompt_entries(pair, attempt))
+    assert outputs == outputs[:1] * 4
+    assert entries == [[], *entries[1:2] * 3]
+
+
 def test_warm_cache_leaves_prompt_logprobs_out(make_pair: MakePair) -> None:
     """The prompt is in both caches, whole: its logprobs are computed all the same, and a request without them hits."""
     pair = make_pair(max_num_batched_tokens=24)
