@@ -128,7 +128,8 @@ class LinearLayers:
 
     def task(self, calls: Sequence[tuple[int, int]]) -> Task:
         """Runs all layers once per (rows, rows of logits) in `calls`; a head of no rows is left out."""
-        runs = [self._run_for(rows, head_rows) for rows, head_rows in calls]
+        by_call = {call: self._run_for(*call) for call in set(calls)}  # packed once for each number of rows
+        runs = [by_call[call] for call in calls]
 
         @torch.inference_mode()
         def run() -> None:

@@ -70,7 +70,7 @@ class UpConfig:
     internal_port: int = 50052
     "Router's port for workers; 0 picks a free one."
     dtype: Literal["auto", "bfloat16", "float32"] | None = None
-    "auto: bfloat16 where the processor has bfloat16 units, else float32."
+    "auto: bfloat16 where the device has bfloat16 units, else float32."
     device: Device | None = None
     "auto, cpu, cuda or cuda:N, for every worker; auto: the first CUDA device, or the processor where there is none."
     block_size: Positive | None = None

@@ -22,7 +22,7 @@ class WorkerConfig:
     served_model_name: str | None = None
     "The name that requests use; default: the model's own."
     dtype: DType = "auto"
-    "auto: bfloat16 where the processor has bfloat16 units, else float32."
+    "auto: bfloat16 where the device has bfloat16 units, else float32."
     device: Device = "auto"
     "auto, cpu, cuda or cuda:N; auto: the first CUDA device, or the processor where there is none."
     block_size: Positive = 16

@@ -1,6 +1,8 @@
 """The engine's benchmark on a tiny model: every case has its row, and every figure is what its name says."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,6 +117,16 @@ def test_floor_forgets_a_layer_or_shares_its_weights(tiny: Path) -> None:
     layers.task([(5, 0), (3, 1)])()
 
 
+def test_chunks_of_one_size_are_packed_again_and_again(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prompt has many; each packing is one more copy of all weights."""
+    shape = floor.read_shape(tiny, KVLayout(2, 2, 16, 16, "float32"))
+    packed: list[int] = []
+    pack = floor._layer
+    monkeypatch.setattr(floor, "_layer", lambda x, *rest: packed.append(x.shape[0]) or pack(x, *rest))
+    floor.LinearLayers(shape.linears, torch.float32, torch.device("cpu")).task([(48, 0), (48, 0), (48, 0), (4, 1)])()
+    assert sorted(packed) == [1] + [4] * 14 + [48] * 14
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_packed_layer_computes_something_else(dtype: torch.dtype, has_bias: bool) -> None:
@@ -181,6 +193,15 @@ def test_tasks_do_not_take_turns(rounds: Rounds, expected: int) -> None:
     assert done == expected
     assert order == ["a", "b"] * expected
     assert set(spans) == {"a", "b"}
+
+
+def test_command_line_waits_for_torch() -> None:
+    run = "import sys; from splitserve.cli.main import make_app; make_app()(sys.argv[1:])"
+    use = f"{run}; assert 'torch' not in sys.modules"
+    for command in (["bench", "--help"], ["bench", "engine", "--help"], ["bench", "gpu", "--help"]):
+        done = subprocess.run([sys.executable, "-c", use, *command], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "Usage: " in done.stdout
 
 
 def test_unwritable_report_is_noticed_after_minutes(tiny: Path) -> None:
