@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from splitserve.engine.attention import AttentionSpec
-from splitserve.engine.kernels.attention import NO_WINDOW, Item, Softmax, scratch_size
+from splitserve.engine.kernels.attention import NO_WINDOW, Item
 from splitserve.engine.kernels.compiled import Kernels, Progress, load_kernels
 from splitserve.engine.kernels.paging import Geometry, RowsArgument, make_geometry
+from splitserve.engine.kernels.tiles import Softmax, scratch_size
 from splitserve.engine.packing import PackedBatch
 from splitserve.engine.pool import DTYPES, KVPool
 from splitserve.engine.torch_attention import TorchAttention

@@ -96,15 +96,19 @@ def store_block(typing: Any, block: Any, array: Any, index: Any, stride: Any) ->
 
 
 @intrinsic
-def add_product(typing: Any, block: Any, array: Any, factors: Any, stride: Any, index: Any) -> Any:
-    """Adds the vectors at `array[index:]` times `array[factors + r * stride]` to row r, fused."""
+def add_product(
+    typing: Any, block: Any, array: Any, factors: Any, stride: Any, source: Any, places: Any, offset: Any
+) -> Any:
+    """Adds the vectors at `source[place + offset :]` times `array[factors + r * stride]` to row r, fused."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        value, array, factors, stride, index = arguments
-        kind = signature.args[1]
+        value, array, factors, stride, source, places, offset = arguments
+        kind, source_kind = signature.args[1], signature.args[4]
         _, num_vectors = _shape(block)
-        places = [_at(builder, index, 0, stride, column) for column in range(num_vectors)]
-        vectors = [emit_load(context, builder, kind, array, place) for place in places]
+        vectors = []
+        for column in range(num_vectors):
+            place = builder.add(builder.extract_value(places, column), offset)
+            vectors.append(emit_load(context, builder, source_kind, source, place))
         rows = []
         for row, sums in enumerate(_unpack(builder, block, value)):
             pointer = emit_pointer(context, builder, kind, array, _at(builder, factors, row, stride))
@@ -112,4 +116,4 @@ def add_product(typing: Any, block: Any, array: Any, factors: Any, stride: Any, 
             rows.append([emit_call(builder, "fma", [factor, *pair]) for pair in zip(vectors, sums, strict=True)])
         return _pack(context, builder, block, rows)
 
-    return block(block, array, types.intp, types.intp, types.intp), generate
+    return block(block, array, types.intp, types.intp, source, places, types.intp), generate

@@ -7,11 +7,13 @@ the K of a head are `[head_dim, token]`, so that neighbouring tokens load as one
 from typing import Any, NamedTuple
 
 from numba import njit
+from numba.cpython.unsafe.tuple import tuple_setitem
 
 from splitserve.engine.kernels.vector import LANES, array_at, load, load_one, prefetch, store
 
 TILE = 64
 
+_RUNS = (0,) * (TILE // LANES)
 _LINE_NBYTES = 64  # of a cache
 
 # For functions that only kernels call: no Python wrapper, no check for a divisor of zero.
@@ -46,6 +48,16 @@ class Rows(NamedTuple):
     head_stride: int
 
 
+class Tile(NamedTuple):
+    """K and V of one head at `TILE` positions, by runs of LANES positions."""
+
+    source: Any
+    keys: tuple[int, ...]  # where each run's K start: [head_dim, LANES]
+    key_stride: int  # from one dimension to the next
+    values: tuple[int, ...]  # where each run's V start: [LANES, padded_dim]
+    value_stride: int  # from one position to the next
+
+
 # How `Rows` and `Geometry` come from Python: plain tuples and addresses are the quickest to pass.
 RowsArgument = tuple[int, int, int]  # address, token_stride, head_stride
 GeometryArgument = tuple[int, int, int, int, int, int]
@@ -74,34 +86,77 @@ def _head_start(geometry: Geometry, block: Any, layer: int, head: int, is_value:
 
 
 @inner
-def _start_of(paged: Paged, table: int, position: int, head: int, is_value: int) -> Any:
+def _head_start_at(paged: Paged, table: int, position: int, head: int, is_value: int) -> Any:
     block = paged.tables[table + position // paged.geometry.block_size]
     return _head_start(paged.geometry, block, paged.layer, head, is_value)
 
 
 @inner
-def fill_keys(paged: Paged, table: int, head: int, start: int, end: int, out: Any, at: int) -> None:
-    """K of positions `start` to `end - 1` to `out[at:]` as `[head_dim, TILE]`; other columns become anything."""
+def _key_start(paged: Paged, table: int, position: int, head: int) -> Any:
+    return _head_start_at(paged, table, position, head, 0) + position % paged.geometry.block_size
+
+
+@inner
+def _value_start(paged: Paged, table: int, position: int, head: int) -> Any:
+    geometry = paged.geometry
+    return _head_start_at(paged, table, position, head, 1) + position % geometry.block_size * geometry.head_dim
+
+
+@inner
+def can_stay(geometry: Geometry) -> bool:
+    """Whether kernels can compute with K and V where they lie: every run of LANES tokens or dimensions is whole."""
+    return geometry.block_size % LANES == 0 and geometry.head_dim % LANES == 0
+
+
+@inner
+def tile_in_pool(paged: Paged, table: int, head: int, start: int, end: int) -> Tile:
+    """The tile at position `start`, of a sequence of `end` tokens, where it lies; `can_stay` has to be true."""
+    keys, values = _RUNS, _RUNS
+    for run in range(len(_RUNS)):
+        # After the sequence's end there is no block: any place will do for scores that nobody looks at.
+        position = min(start + run * LANES, (end - 1) // LANES * LANES)
+        keys = tuple_setitem(keys, run, _key_start(paged, table, position, head))
+        values = tuple_setitem(values, run, _value_start(paged, table, position, head))
+    return Tile(paged.pool, keys, paged.geometry.block_size, values, paged.geometry.head_dim)
+
+
+@inner
+def tile_in_scratch(paged: Paged, table: int, head: int, start: int, end: int, scratch: Any, at: int) -> Tile:
+    """The tile at position `start`, of a sequence of `end` tokens, copied to `scratch[at:]` in float32."""
+    last, geometry = min(start + TILE, end), paged.geometry
+    values = at + geometry.head_dim * TILE
+    _copy_keys(paged, table, head, start, last, scratch, at)
+    _copy_values(paged, table, head, start, last, scratch, values)
+    key_places, value_places = _RUNS, _RUNS
+    for run in range(len(_RUNS)):
+        key_places = tuple_setitem(key_places, run, at + run * LANES)
+        value_places = tuple_setitem(value_places, run, values + run * LANES * geometry.padded_dim)
+    return Tile(scratch, key_places, TILE, value_places, geometry.padded_dim)
+
+
+@inner
+def _copy_keys(paged: Paged, table: int, head: int, start: int, last: int, out: Any, at: int) -> None:
+    """As `[head_dim, TILE]`; columns from `last` on become anything."""
     block_size = paged.geometry.block_size
     if block_size % LANES:
-        for position in range(start, end):
-            source = _start_of(paged, table, position, head, 0) + position % block_size
+        for position in range(start, last):
+            source = _key_start(paged, table, position, head)
             for d in range(paged.geometry.head_dim):
                 out[at + d * TILE + position - start] = load_one(paged.pool, source + d * block_size)
         return
-    for position in range(start, end, LANES):  # a vector may reach over `end`, but not out of its block
-        source = _start_of(paged, table, position, head, 0) + position % block_size
+    for position in range(start, last, LANES):  # a vector may reach over `last`, but not out of its block
+        source = _key_start(paged, table, position, head)
         for d in range(paged.geometry.head_dim):
             store(out, at + d * TILE + position - start, load(paged.pool, source + d * block_size))
 
 
 @inner
-def fill_values(paged: Paged, table: int, head: int, start: int, end: int, out: Any, at: int) -> None:
-    """V of positions `start` to `end - 1` to `out[at:]` as `[TILE, padded_dim]`; other rows stay as they are."""
+def _copy_values(paged: Paged, table: int, head: int, start: int, last: int, out: Any, at: int) -> None:
+    """As `[TILE, padded_dim]`; rows from `last` on stay as they are."""
     geometry = paged.geometry
     whole = geometry.head_dim // LANES * LANES
-    for position in range(start, end):
-        source = _start_of(paged, table, position, head, 1) + position % geometry.block_size * geometry.head_dim
+    for position in range(start, last):
+        source = _value_start(paged, table, position, head)
         target = at + (position - start) * geometry.padded_dim
         for d in range(0, whole, LANES):
             store(out, target + d, load(paged.pool, source + d))
@@ -112,12 +167,12 @@ def fill_values(paged: Paged, table: int, head: int, start: int, end: int, out: 
 
 
 @inner
-def ask_ahead(paged: Paged, table: int, head: int, start: int, end: int, is_value: int) -> None:
-    """Starts bringing K or V of positions `start` to `end - 1` nearer while something else is computed."""
+def ask_for(paged: Paged, table: int, head: int, start: int, end: int, is_value: int) -> None:
+    """Starts bringing K or V of the tile at position `start` nearer while something else is computed."""
     geometry = paged.geometry
     size = geometry.block_size * geometry.head_dim
-    for position in range(start, end, geometry.block_size):
-        source = _start_of(paged, table, position, head, is_value)
+    for position in range(start, min(start + TILE, end), geometry.block_size):
+        source = _head_start_at(paged, table, position, head, is_value)
         for index in range(source, source + size, _LINE_NBYTES // paged.pool.itemsize):
             prefetch(paged.pool, index)
 
