@@ -168,28 +168,13 @@ class DecodeEngine(EngineBase):
 
     def _split(self, reservation: Reservation) -> list[Sequence]:
         """One sequence per sample: whole blocks are shared, the partial last one is copied for each."""
-        pool, source = self._runner.pool, reservation.own_blocks[0]
+        first, *others = reservation.own_blocks
         has_partial_block = len(reservation.token_ids) % self._layout.block_size > 0
-        sequences = []
-        for number, (sample, own) in enumerate(zip(reservation.samples, reservation.own_blocks, strict=True)):
-            if number > 0:
-                self._allocator.share(reservation.full_blocks)
-                if has_partial_block:
-                    pool.copy_block(source, own)
-            sequences.append(
-                Sequence(
-                    attempt=reservation.attempt,
-                    session=reservation.session,
-                    params=reservation.params,
-                    sample=sample.index,
-                    num_prompt=reservation.num_prompt,
-                    token_ids=list(reservation.token_ids),
-                    keys=reservation.keys.fork(),
-                    blocks=[*reservation.full_blocks, own],
-                    traceparent=reservation.traceparent,
-                )
-            )
-        return sequences
+        for own in others:
+            self._allocator.share(reservation.full_blocks)
+            if has_partial_block:
+                self._runner.pool.copy_block(first, own)
+        return reservation.sequences()
 
     def _transfer_failed(self, transfer_id: str, detail: str) -> None:
         reservation = self._taken_back(transfer_id)

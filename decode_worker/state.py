@@ -16,6 +16,30 @@ class Phase(enum.Enum):
 
 
 @dataclass(slots=True)
+class Sequence:
+    """A running sample. `token_ids` is prompt + outputs; the last one's KV is not in the pool yet. `keys` names the
+    blocks that are complete, `history` is the sampler's view of the tokens."""
+
+    attempt: str
+    session: int
+    params: SamplingParams
+    sample: int
+    num_prompt: int
+    token_ids: list[int]
+    keys: KeyChain
+    blocks: list[int]
+    traceparent: str
+    history: TokenHistory = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.history = TokenHistory(self.token_ids, self.num_prompt)
+
+    @property
+    def key(self) -> str:
+        return f"{self.attempt}/{self.sample}"
+
+
+@dataclass(slots=True)
 class Reservation:
     """Room for an attempt. Its reserved blocks are the KV thread's until the transfer's terminal event.
 
@@ -51,26 +75,19 @@ class Reservation:
     def reserved_blocks(self) -> list[int]:
         return self.blocks[self.num_cached_blocks :]
 
-
-@dataclass(slots=True)
-class Sequence:
-    """A running sample. `token_ids` is prompt + outputs; the last one's KV is not in the pool yet. `keys` names the
-    blocks that are complete, `history` is the sampler's view of the tokens."""
-
-    attempt: str
-    session: int
-    params: SamplingParams
-    sample: int
-    num_prompt: int
-    token_ids: list[int]
-    keys: KeyChain
-    blocks: list[int]
-    traceparent: str
-    history: TokenHistory = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.history = TokenHistory(self.token_ids, self.num_prompt)
-
-    @property
-    def key(self) -> str:
-        return f"{self.attempt}/{self.sample}"
+    def sequences(self) -> list[Sequence]:
+        """What the reservation becomes, once its blocks are there: one sequence per sample."""
+        return [
+            Sequence(
+                attempt=self.attempt,
+                session=self.session,
+                params=self.params,
+                sample=sample.index,
+                num_prompt=self.num_prompt,
+                token_ids=list(self.token_ids),
+                keys=self.keys.fork(),
+                blocks=[*self.full_blocks, own],
+                traceparent=self.traceparent,
+            )
+            for sample, own in zip(self.samples, self.own_blocks, strict=True)
+        ]
