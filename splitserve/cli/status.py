@@ -67,12 +67,13 @@ def render(cluster: dict[str, Any]) -> Group:
     summary.add_row("KV blocks", _blocks(cluster["pool"]))
     workers = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     # 80 columns have room for these; the rest is in --json.
-    for heading in ("worker", "role", "state", "pid", "transport", "running", "waiting", "free blocks"):
+    for heading in ("worker", "role", "state", "pid", "transport", "running", "waiting", "free + cached"):
         workers.add_column(heading, overflow="fold")
     for worker in sorted(cluster["workers"], key=lambda worker: (worker["role"], worker["id"])):
         counts = worker["blocks"]
         cells = [worker[key] for key in ("id", "role", "state", "pid", "transport", "running", "waiting")]
-        workers.add_row(*map(str, cells), f"{counts['free']}/{counts['total']}")
+        # Cached blocks are given up as soon as they are needed.
+        workers.add_row(*map(str, cells), f"{counts['free'] + counts['cached']}/{counts['total']}")
     return Group(summary, "", workers) if cluster["workers"] else Group(summary, "", "no workers have joined")
 
 

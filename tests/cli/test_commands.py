@@ -234,7 +234,7 @@ def test_status_lost_a_part_of_the_cluster(cluster_url: str) -> None:
     for part in ("fake", "3 requests, 99 prompt tokens", "64 total, 60 free, 1 cached, 2 in use, 1 reserved"):
         assert part in done.stdout
     row = next(line for line in done.stdout.splitlines() if "0123456789abcdef" in line)
-    assert row.split() == ["0123456789abcdef", "decode", "ready", "42", "zmq[1]", "2", "0", "60/64"]
+    assert row.split() == ["0123456789abcdef", "decode", "ready", "42", "zmq[1]", "2", "0", "61/64"]
 
 
 def test_status_json_was_not_what_the_router_said(cluster_url: str) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvtransfer.ticket import Ticket
 from splitserve.service.reasons import Reason
@@ -211,6 +213,29 @@ def test_hit_changes_bytes(blocks: tuple[int, int], make_pair: MakePair) -> None
         alone = run(length)
         warm(pair, *blocks)
         assert run(length) == alone
+
+
+def test_some_pattern_of_hits_changes_the_text(tiny: Tiny, make_pair: MakePair) -> None:
+    """Whatever the two sides hold, from sequences that went on differently or are still running."""
+    pair = make_pair(prefill_blocks=36, decode_blocks=40, max_num_batched_tokens=3 * B + 1)
+
+    @settings(max_examples=15, deadline=None)
+    @given(data=st.data())
+    def check(data: st.DataObject) -> None:
+        prompts = []
+        for _ in range(data.draw(st.integers(1, 4))):
+            length = data.draw(st.integers(1, 7 * B))
+            fork = data.draw(st.integers(0, length))
+            prompts.append(X[:fork] + prompt_of(8 * B, data.draw(st.integers(1, 3)))[fork:length])
+        at_once = data.draw(st.booleans())
+        for batch in [prompts] if at_once else [[prompt] for prompt in prompts]:
+            assert pair.generate(batch, max_tokens=5) == [greedy(tiny("llama"), prompt, 5) for prompt in batch]
+        pair.assert_drained()
+        for rig in (pair.prefill, pair.decode):
+            if data.draw(st.booleans()):
+                forget(rig)
+
+    check()
 
 
 # Who may write, and where
