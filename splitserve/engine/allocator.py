@@ -41,22 +41,19 @@ class BlockAllocator:
         self._references = [0] * num_blocks
         self._free = deque(range(num_blocks))
         self._cache = PrefixCache()
-        self._counts: Counter[BlockState] = Counter({BlockState.FREE: num_blocks})
+        self._num_reserved = 0
 
     @property
     def counts(self) -> BlockCounts:
+        total, free, cached, reserved = len(self._states), len(self._free), self._cache.num_unused, self._num_reserved
         return BlockCounts(
-            total=len(self._states),
-            free=self._counts[BlockState.FREE],
-            cached=self._counts[BlockState.CACHED],
-            in_use=self._counts[BlockState.IN_USE],
-            reserved=self._counts[BlockState.RESERVED],
+            total=total, free=free, cached=cached, in_use=total - free - cached - reserved, reserved=reserved
         )
 
     @property
     def available(self) -> int:
         """Blocks that can be handed out now: free ones and evictable cached ones."""
-        return self._counts[BlockState.FREE] + self._counts[BlockState.CACHED]
+        return len(self._free) + self._cache.num_unused
 
     def reserve(self, num_blocks: int) -> list[int] | None:
         """Takes free and evicted blocks for a transfer, or None when there are not enough."""
@@ -72,13 +69,15 @@ class BlockAllocator:
     def adopt(self, blocks: Sequence[int]) -> None:
         """A transfer is complete: its reserved blocks become a sequence's, one reference each."""
         self._require(blocks, BlockState.RESERVED)
+        self._num_reserved -= len(blocks)
         for block in blocks:
-            self._set_state(block, BlockState.IN_USE)
+            self._states[block] = BlockState.IN_USE
             self._references[block] = 1
 
     def cancel_reservation(self, blocks: Sequence[int]) -> None:
         """A transfer has ended without its bytes and nobody writes them any more: its blocks are free again."""
         self._require(blocks, BlockState.RESERVED)
+        self._num_reserved -= len(blocks)
         for block in blocks:
             self._set_free(block)
 
@@ -94,7 +93,7 @@ class BlockAllocator:
         for block in blocks:
             if self._references[block] == 0:
                 self._cache.revive(block)
-                self._set_state(block, BlockState.IN_USE)
+                self._states[block] = BlockState.IN_USE
             self._references[block] += 1
         return blocks
 
@@ -154,10 +153,9 @@ class BlockAllocator:
         if len(self._free) != sum(state is BlockState.FREE for state in self._states):
             raise ValueError("the free list names blocks that do not exist")
         self._cache.check(len(self._states))
-        actual = Counter(self._states)
-        for state in BlockState:
-            if actual[state] != self._counts[state]:
-                raise ValueError(f"{actual[state]} blocks are {state.value}, counted as {self._counts[state]}")
+        num_reserved = sum(state is BlockState.RESERVED for state in self._states)
+        if num_reserved != self._num_reserved:
+            raise ValueError(f"{num_reserved} blocks are reserved, counted as {self._num_reserved}")
 
     def check_idle(self) -> None:
         """`check`, and besides that nobody holds a block: free and cached ones are all there are."""
@@ -174,9 +172,11 @@ class BlockAllocator:
         while len(self._free) < num_blocks:
             self._set_free(self._cache.evict())
         blocks = [self._free.popleft() for _ in range(num_blocks)]
+        is_reserved = state is BlockState.RESERVED
+        self._num_reserved += num_blocks if is_reserved else 0
         for block in blocks:
-            self._set_state(block, state)
-            self._references[block] = 1 if state is BlockState.IN_USE else 0
+            self._states[block] = state
+            self._references[block] = 0 if is_reserved else 1
         return blocks
 
     def _require(self, blocks: Iterable[int], state: BlockState) -> None:
@@ -192,16 +192,11 @@ class BlockAllocator:
 
     def _let_go(self, block: int) -> None:
         if block in self._cache:
-            self._set_state(block, BlockState.CACHED)
+            self._states[block] = BlockState.CACHED
             self._cache.retire(block)
         else:
             self._set_free(block)
 
     def _set_free(self, block: int) -> None:
-        self._set_state(block, BlockState.FREE)
+        self._states[block] = BlockState.FREE
         self._free.append(block)
-
-    def _set_state(self, block: int, state: BlockState) -> None:
-        self._counts[self._states[block]] -= 1
-        self._counts[state] += 1
-        self._states[block] = state

@@ -56,6 +56,10 @@ class PrefixCache:
     def is_unused(self, block: int) -> bool:
         return block in self._unused
 
+    @property
+    def num_unused(self) -> int:
+        return len(self._unused)
+
     def check(self, num_blocks: int) -> None:
         """Verifies that keys and the blocks of a pool name one another; ValueError names the first that do not."""
         for key, block in self._blocks.items():
