@@ -68,12 +68,11 @@ async def test_small_ones_pass_the_head_for_ever() -> None:
     assert head.blocked_since is not None
     head.blocked_since -= 3600.0
     report(router, decode, free=8)
-    tasks += await submit(router, SMALL, SMALL)
+    tasks += await submit(router, SMALL, SMALL, SMALL)
     assert reserved(decode) == [SMALL]
     other = router.join(Role.DECODE, "d1", num_blocks=4)
     await settle()
-    assert reserved(other) == [SMALL, SMALL]
-    tasks += await submit(router, SMALL)
+    assert (reserved(other), reserved(decode)) == ([SMALL, SMALL], [SMALL])
     report(router, decode, free=11)
     await settle()
     assert reserved(decode) == [SMALL, HEAD, SMALL]
@@ -84,7 +83,7 @@ async def test_timeout_of_the_first_head_counts_for_the_second() -> None:
     router = Router(passing_timeout=3600.0)
     _, (decode,) = router.pairs()
     report(router, decode, free=5)
-    tasks = await submit(router, HEAD, HEAD + 1)
+    tasks = await submit(router, HEAD, HEAD - B)
     first, second = router.dispatcher.queue.in_order()
     assert second.blocked_since is None
     first.blocked_since = -3600.0
@@ -96,6 +95,18 @@ async def test_timeout_of_the_first_head_counts_for_the_second() -> None:
     assert second.blocked_since is not None
     tasks += await submit(router, SMALL)
     assert reserved(decode) == [HEAD, SMALL]
+    await cancel(router, tasks)
+
+
+async def test_request_that_fits_nobody_is_taken_for_the_head() -> None:
+    """C44: no room is kept for it, but for the one behind it that only waits."""
+    router = Router(passing_timeout=3600.0)
+    _, (decode,) = router.pairs()
+    report(router, decode, free=5)
+    tasks = await submit(router, 5000, HEAD)
+    impossible, head = router.dispatcher.queue.in_order()
+    assert impossible.blocked_since is None
+    assert head.blocked_since is not None
     await cancel(router, tasks)
 
 

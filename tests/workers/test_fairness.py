@@ -271,6 +271,8 @@ def test_engine_computes_a_giant_prompt_first(make_pair: Callable[..., Pair]) ->
     pair = make_pair(max_num_batched_tokens=32, prefill_blocks=80, decode_blocks=80)
     giant = pair.begin(prompt_of(900), max_tokens=2)
     pair.until(lambda: pair.prefill.engine.load().num_running == 1)
+    load = pair.prefill.engine.load()
+    assert (load.tokens_ahead, load.waiting_tokens > 800) == (16, True)
     steps = pair.prefill.runner.num_forwards
     short = [pair.begin(prompt_of(10, seed), max_tokens=2) for seed in range(4)]
     pair.until(lambda: len(pair.prefill.said(messages.FirstTokens)) >= 4)

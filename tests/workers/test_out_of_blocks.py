@@ -107,6 +107,18 @@ def test_oldest_sequence_waits_for_a_reservation_for_ever(make_pair: MakePair, t
     pair.assert_drained()
 
 
+def test_more_give_way_than_is_needed(make_pair: MakePair) -> None:
+    """The youngest of three brings two blocks, enough for both others."""
+    pair = make_pair(decode_blocks=7)
+    attempts = []
+    for seed in range(3):
+        attempts.append(pair.begin(prompt_of(B, seed), max_tokens=B + 4))
+        pair.until(lambda: len(pair.tokens(attempts[-1])) >= 2)
+    pair.until(lambda: all(map(pair.is_finished, attempts[:2])))
+    assert [[ending.reason for ending in pair.endings(attempt)] for attempt in attempts] == [[], [], [Reason.PREEMPTED]]
+    pair.assert_drained()
+
+
 def test_sample_of_the_oldest_attempt_gives_way(make_pair: MakePair) -> None:
     """Three samples hold the first and the third place; the one that came after them is the youngest."""
     pair = make_pair(decode_blocks=8)
@@ -161,7 +173,10 @@ def test_prompt_near_the_pools_size_stops_the_next_one(side: str, make_pair: Mak
             assert (refused.attempt, refused.reason) == (attempt, Reason.TOO_LARGE)
             assert f"{length} tokens need 11 blocks: the pool has 10" in refused.message
             pair.decode.inbox.put(messages.Release(attempt, "refused"))
+        # A prompt's blocks are in use on prefill until decode has acknowledged them; until then the next is refused.
+        pair.until(lambda: pair.prefill.allocator.counts.in_use == 0)
         assert len(pair.generate([prompt_of(10)], max_tokens=2)[0]) == 2
+        pair.until(lambda: pair.prefill.allocator.counts.in_use == 0)
     pair.assert_drained()
 
 

@@ -123,6 +123,7 @@ def test_oldest_attempt_is_preempted() -> None:
     assert plan([trio, FITS[1]]) == StepPlan(run=["old/0", "old/1", "old/2"], grow=["old/2"], preempt=["mid"])
     assert plan([trio], returning=1) == StepPlan(run=["old/0", "old/1"])
     assert plan([trio], reservations(r1=1)) == StepPlan(run=["old/0", "old/1"], revoke=["r1"])
+    assert plan([several("old", 1, 1, 1, num_freed=3)], returning=1) == StepPlan()
     assert plan([trio]) == StepPlan(preempt=["old"])
     alone = [view("old", 1, num_freed=3), view("new", -3)]
     assert plan(alone) == StepPlan(run=["old"], grow=["old"], preempt=["new"])
