@@ -8,6 +8,7 @@ import pytest
 
 from splitserve.service.reasons import Reason
 from splitserve.worker import messages
+from tests.cluster.harness import wait_for
 from tests.reference import greedy
 from tests.workers.pair import Pair, limits
 from tests.workers.test_hand_off import B, prompt_of
@@ -110,10 +111,18 @@ def test_oldest_sequence_waits_for_a_reservation_for_ever(make_pair: MakePair, t
 def test_more_give_way_than_is_needed(make_pair: MakePair) -> None:
     """The youngest of three brings two blocks, enough for both others."""
     pair = make_pair(decode_blocks=7)
-    attempts = []
-    for seed in range(3):
-        attempts.append(pair.begin(prompt_of(B, seed), max_tokens=B + 4))
-        pair.until(lambda: len(pair.tokens(attempts[-1])) >= 2)
+    attempts = [pair.reserve(prompt_of(B, seed), max_tokens=B + 4) for seed in range(3)]
+    for seed, attempt in enumerate(attempts):
+        pair.prefill_attempt(attempt, prompt_of(B, seed), max_tokens=B + 4)
+
+    def all_run() -> bool:
+        """Prefill alone is turned: all three begin to decode in the same step."""
+        pair.prefill.loop.turn(wait_s=0.001)
+        while not pair.decode.inbox.empty():
+            pair.decode.loop._dispatch(pair.decode.inbox.get())
+        return len(pair.decode.engine._running) == 3
+
+    wait_for("three running sequences", all_run)
     pair.until(lambda: all(map(pair.is_finished, attempts[:2])))
     assert [[ending.reason for ending in pair.endings(attempt)] for attempt in attempts] == [[], [], [Reason.PREEMPTED]]
     pair.assert_drained()
