@@ -38,7 +38,7 @@ class CpuAttention:
         self._progress = progress or (lambda _: None)
         self._scratch: list[np.ndarray] = []
         self.num_threads = torch.get_num_threads()
-        self._threads = ThreadPoolExecutor(self.num_threads, "attention") if self.num_threads > 1 else None
+        self._threads = ThreadPoolExecutor(self.num_threads - 1, "attention") if self.num_threads > 1 else None
 
     def prepare(self, dtype: str) -> Kernels:
         """Loads the kernels for pools of `dtype`, compiled if need be; done already, it takes no time."""
@@ -57,7 +57,8 @@ class CpuAttention:
         return self._scratch[:num_parts]
 
     def run(self, calls: Sequence[Callable[[], None]]) -> None:
-        """Makes the calls, side by side if there are several, and raises what one of them raised."""
+        """Makes the calls, side by side if there are several, and raises what one of them raised. The caller makes the
+        first itself."""
         first, *others = calls
         futures = [self._threads.submit(call) for call in others] if self._threads else []
         first()
@@ -72,12 +73,14 @@ def choose_attention(
     if torch.device(device).type != "cpu":
         return TorchAttention()
     attention = CpuAttention(kernel_folder, progress)
-    for each in {"float32", dtype}:
+    for each in sorted({"float32", dtype}):
         attention.prepare(each)
     return attention
 
 
 class CpuAttentionPlan:
+    """One forward's work, in as many parts as there are threads."""
+
     def __init__(
         self, backend: CpuAttention, kernels: Kernels, geometry: Geometry, batch: PackedBatch, pool: KVPool
     ) -> None:

@@ -1,5 +1,6 @@
 """The attention back ends against float64, and what a row's result must not depend on: company, chunks, threads."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitserve.engine.attention import AttentionBackend
-from splitserve.engine.cpu_attention import CpuAttention
+from splitserve.engine.batch import Segment
+from splitserve.engine.cpu_attention import ROWS_PER_ITEM, CpuAttention, divide, make_items
+from splitserve.engine.kernels.paging import make_geometry
+from splitserve.engine.packing import pack
 from splitserve.engine.torch_attention import TorchAttention
 from tests.compiled import KERNEL_FOLDER
 from tests.engine.attention_cases import Problem, compute, expected, make_problem, poisoned_pool
@@ -147,3 +151,36 @@ def test_number_of_threads_changes_a_bit(three_threads: CpuAttention) -> None:
         compute(problem, CPU, pool, step), compute(problem, three_threads, pool, step), strict=True
     ):
         assert torch.equal(alone, shared)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+@pytest.mark.parametrize("heads_per_kv_head", [1, 3, 71])
+def test_work_is_lost_or_done_twice(heads_per_kv_head: int, num_threads: int) -> None:
+    """And no item is so large that its scratch memory grows with the prompt."""
+    geometry = make_geometry(2, 4, 4 * heads_per_kv_head, 16, 64)
+    segments = [
+        Segment([0] * count, start, range(start + count), False)
+        for count, start in ((1, 900), (700, 0), (1, 0), (64, 30), (5, 5))
+    ]
+    batch = pack(segments, 1, torch.device("cpu"))
+    parts = divide(make_items(batch, geometry, num_threads), num_threads)
+    assert len(parts) == num_threads
+    done = Counter(
+        (item.first_row + token, item.first_position + token, item.table, item.first_head + head)
+        for part in parts
+        for item in part
+        for token in range(item.num_tokens)
+        for head in range(item.num_heads)
+    )
+    tables = [0, *np.cumsum([len(segment.block_table) for segment in segments])]
+    wanted = Counter(
+        (row + token, segment.start + token, table, head)
+        for segment, row, table in zip(segments, batch.first_rows, tables, strict=False)
+        for token in range(len(segment.token_ids))
+        for head in range(4)
+    )
+    assert done == wanted
+    most = max(item.num_tokens * item.num_heads * heads_per_kv_head for part in parts for item in part)
+    assert most <= max(ROWS_PER_ITEM, 4 * heads_per_kv_head)
+    work = [sum(item.num_tokens * item.num_heads * item.first_position for item in part) for part in parts]
+    assert max(work) <= 1.5 * min(work) + 50_000
