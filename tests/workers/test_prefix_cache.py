@@ -273,15 +273,24 @@ def test_second_copy_is_cached_too(tiny: Tiny, make_pair: MakePair) -> None:
     assert pair.decode.allocator.counts.cached == 4
 
 
-def test_samples_share_a_hit_and_give_it_back_once(make_pair: MakePair) -> None:
+def test_samples_share_a_hit_and_cache_one_anothers_tokens(tiny: Tiny, make_pair: MakePair) -> None:
+    """Each sample's own blocks are found again under its own text, and the shared ones are given back once."""
     pair = make_pair()
     warm(pair, 2, 3)
-    start = messages.Start(X[: 4 * B + 3], [messages.Sample(i, []) for i in range(3)], limits(temperature=1.0))
+    prompt = X[: 4 * B + 3]
+    options = {"temperature": 1.0, "max_tokens": 2 * B}
+    start = messages.Start(prompt, [messages.Sample(i, []) for i in range(3)], limits(**options))
     pair.decode.inbox.put(messages.Reserve(1, "a", start, 60.0))
     pair.until(lambda: pair.ticket("a") is not None)
     pair.prefill.inbox.put(messages.Prefill(1, "a", start, pair.ticket("a"), 60.0))
     pair.until(lambda: sum(bool(token.finish_reason) for token in pair.tokens("a")) == 3)
     pair.assert_drained()
+    for sample in range(3):
+        so_far = prompt + [token.token_id for token in pair.tokens("a") if token.sample == sample]
+        attempt = pair.begin(so_far, max_tokens=4)
+        assert finish(pair, attempt) == greedy(tiny("llama"), so_far, 4)
+        assert pair.ticket(attempt).num_cached_blocks == 6
+        pair.assert_drained()
 
 
 # Room
