@@ -55,6 +55,16 @@ def test_attention_differs_from_float64(backend: AttentionBackend, shape: dict[s
         assert difference < TOLERANCE[dtype], (index, difference)
 
 
+def test_output_is_cut_off_instead_of_rounded() -> None:
+    """Both within a vector and in the tail of a head."""
+    problem = make_problem([200], seed=4, dtype="bfloat16", head_dim=24)
+    nearest = torch.from_numpy(expected(problem, 0)).bfloat16()
+    for backend in BACKENDS:
+        is_nearest = _whole(problem, backend)[0] == nearest
+        assert float(is_nearest[..., :16].float().mean()) > 0.99
+        assert float(is_nearest[..., 16:].float().mean()) > 0.99
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_decode_over_an_old_cache_differs_from_float64(dtype: str) -> None:
     """K and V of the earlier tokens come from earlier forwards, and only the last row is computed."""
