@@ -67,13 +67,13 @@ class Membership:
         self.changed()
 
     async def watch(self) -> None:
-        """Takes a worker for dead that is silent, or whose step does not end. Runs until cancelled."""
+        """Takes a worker for dead that is silent, or whose step gets no further. Runs until cancelled."""
         while True:
             for worker in list(self._workers.values()):
                 if worker.silence_s() > self._config.heartbeat_timeout:
                     self.remove(worker, f"silent for {worker.silence_s():.1f} s")
                 elif worker.load.step_age_s > self._config.stall_timeout:
-                    self.remove(worker, f"its step has been running for {worker.load.step_age_s:.1f} s")
+                    self.remove(worker, f"its step has got no further for {worker.load.step_age_s:.1f} s")
             await asyncio.sleep(_SWEEP_INTERVAL_S)
 
     # Views

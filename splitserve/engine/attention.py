@@ -4,6 +4,7 @@ The runner passes a `ForwardContext` through the model's forward; each attention
 which lets the back end's plan store the new K and V in the pool and read all of them. State belongs to the runner.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -56,6 +57,7 @@ class ForwardContext:
     batch: PackedBatch
     pool: KVPool
     plan: AttentionPlan
+    on_layer: Callable[[], None]
     layers_called: list[int] = field(default_factory=list)
 
 
@@ -91,6 +93,7 @@ def paged_attention(
     if not isinstance(layer, int):
         raise ValueError("the model's attention does not know its layer")
     paged_context.layers_called.append(layer)
+    paged_context.on_layer()
     num_rows, num_tokens = query.shape[2], paged_context.batch.num_tokens
     plan = paged_context.plan
     plan.store(key[0].transpose(0, 1)[:num_tokens], value[0].transpose(0, 1)[:num_tokens], layer)

@@ -3,7 +3,7 @@
 Owned and called by the engine thread alone; owns the model, the pool's contents and the count of forwards.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ class ModelRunner:
 
     `numerics` names how this process rounds (a hash of fixed logits) and `recompute_exact` says whether a token's K, V
     and logits are the same bits alone, in a batch and in any chunk; `loading.load_runner` sets both, and `report`.
+    `on_layer` is called in each layer of a forward: a sign of progress for whoever watches.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class ModelRunner:
         self.numerics = ""
         self.recompute_exact = False
         self.report = LoadReport()
+        self.on_layer: Callable[[], None] = _nothing
         self._model = model
         self._attention = attention
         self._num_heads = num_heads
@@ -77,7 +79,8 @@ class ModelRunner:
         return logits[: len(batch.logit_rows)].float()
 
     def _forward(self, batch: PackedBatch) -> torch.Tensor:
-        context = ForwardContext(batch, self.pool, self._attention.plan(batch, self.pool, self._num_heads))
+        plan = self._attention.plan(batch, self.pool, self._num_heads)
+        context = ForwardContext(batch, self.pool, plan, self.on_layer)
         logit_rows = torch.tensor(batch.logit_rows, dtype=torch.int64, device=self._device)
         self.num_forwards += 1
         output = self._model(
@@ -93,3 +96,7 @@ class ModelRunner:
             )
         logits: torch.Tensor = output.logits[0]
         return logits
+
+
+def _nothing() -> None:
+    """Nobody watches."""

@@ -383,7 +383,7 @@ class Load(_message.Message):
     TOKENS_AHEAD_FIELD_NUMBER: _builtins.int
     engine_steps: _builtins.int
     step_age_s: _builtins.float
-    """How long the running step has been running; 0 when idle."""
+    """How long the running step has made no progress, which it makes with every layer; 0 when idle."""
     blocks_free: _builtins.int
     blocks_cached: _builtins.int
     blocks_in_use: _builtins.int

@@ -11,11 +11,13 @@ import struct
 import time
 from typing import NamedTuple
 
-_WORDS = struct.Struct("<QQQ")  # finished steps, start of the running step (ns, 0 = idle), last sign of life (ns)
+_WORDS = struct.Struct(
+    "<QQQ"
+)  # finished steps, last progress of the running step (ns, 0 = idle), last sign of life (ns)
 
 
 class Signs(NamedTuple):
-    """What the front sees: counters, and ages in seconds."""
+    """What the front sees: counters, and ages in seconds. `step_age_s` counts from the running step's last progress."""
 
     steps: int
     step_age_s: float
@@ -41,6 +43,9 @@ class StepClock:
 
     def begin_step(self) -> None:
         self._write(time.monotonic_ns())
+
+    # A step of many tokens may take longer than anything that is stuck is waited for.
+    advance_step = begin_step
 
     def end_step(self) -> None:
         self._steps += 1

@@ -56,7 +56,7 @@ class WorkerConfig:
     transfer_timeout: Duration = 10.0
     "A KV transfer without progress for this long fails."
     stall_timeout: Duration = 10.0
-    "A step that runs this long ends the worker."
+    "A step that gets no further for this long ends the worker."
     trust_remote_code: bool = False
     "Accept models that bring their own code."
     allow_pickle: bool = False

@@ -78,6 +78,7 @@ def run_engine(make_engine: Callable[[EngineContext], RoleEngine], role: str) ->
         # Before anyone is told: from then on the front misses an engine that shows no sign of life.
         clock.beat()
         link.send(ready_report(context))
+        context.runner.on_layer = clock.advance_step
         EngineLoop(make_engine(context), context.publish, inbox, clock).run()
     except OSError as error:
         log.error("the front is gone", error=str(error))

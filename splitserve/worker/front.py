@@ -32,6 +32,8 @@ from splitserve.worker.link import FrontLink, socket_pair
 log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 _WATCH_INTERVAL_S = 0.5
+# Beyond its interval the watchdog comes late by this much only if it could not run itself.
+_OWN_STANDSTILL_S = 1.0
 _STOP_GRACE_S = 3.0
 _LAST_WORDS_S = 0.5
 
@@ -190,11 +192,18 @@ class Front:
                     receiver.send(translate.to_worker_message(report))
 
     async def _watch(self, stop: StopRequest) -> None:
-        """Ends the worker when a step is older than its limit or an idle engine shows no sign of life."""
+        """Ends the worker when a step makes no progress for its limit, or an idle engine shows no sign of life."""
         limit = self._config.stall_timeout
+        now = asyncio.get_running_loop().time
+        judged_from, looked_at = 0.0, now()
         while True:
+            if now() - looked_at > _WATCH_INTERVAL_S + _OWN_STANDSTILL_S:
+                # This process was stopped or swapped out, and the engine may have been with it.
+                judged_from = now() + limit
+            looked_at = now()
             signs = self._engine.clock.read()
-            if signs.step_age_s > limit or (not signs.step_age_s and signs.silence_s > limit):
+            is_stuck = signs.step_age_s > limit or (not signs.step_age_s and signs.silence_s > limit)
+            if is_stuck and looked_at >= judged_from:
                 log.error("the engine stands still", step_age_s=signs.step_age_s, silence_s=signs.silence_s)
                 with contextlib.suppress(ProcessLookupError):
                     self._engine.process.kill()

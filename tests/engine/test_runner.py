@@ -44,6 +44,19 @@ def test_decode_step_takes_more_than_one_forward(llama: ModelRunner) -> None:
     assert llama.num_forwards - before == len(calls) == 5
 
 
+def test_long_forward_looks_stuck(llama: ModelRunner) -> None:
+    """Whoever watches hears of every layer while the forward runs."""
+    layers = 0
+
+    def count() -> None:
+        nonlocal layers
+        layers += 1
+
+    llama.on_layer = count
+    llama.run([Segment(random_prompt(20, seed=1), 0, TABLE_A, True)])
+    assert layers == llama.layout.num_layers
+
+
 def test_logits_come_for_the_wrong_segments(llama: ModelRunner) -> None:
     prompts = [random_prompt(length, seed=length) for length in (5, 1, 9)]
     tables = [TABLE_A, TABLE_B, TABLE_C]

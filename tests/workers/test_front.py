@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -91,6 +93,48 @@ async def test_engine_that_is_gone_already_breaks_the_watchdog() -> None:
     assert stop.status == 1
 
 
+async def test_engine_pays_for_a_front_that_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both were stopped and wake together, the front first: the engine gets its time to show a sign of life."""
+    monkeypatch.setattr(front_module, "_WATCH_INTERVAL_S", 0.01)
+    monkeypatch.setattr(front_module, "_OWN_STANDSTILL_S", 0.1)
+    stale = 0
+
+    class Stopped(ScriptedClock):
+        def read(self) -> Signs:
+            nonlocal stale
+            signs = super().read()
+            if self.num_reads == 1:
+                time.sleep(0.3)  # the whole event loop with it
+            stale += signs == STUCK_IN_A_STEP
+            return signs
+
+    clock, process = Stopped([COMPUTING, STUCK_IN_A_STEP, STUCK_IN_A_STEP, IDLE]), FakeProcess()
+    watching = asyncio.create_task(watch(clock, process))
+    while clock.num_reads < 6:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    assert stale == 2
+    assert not watching.done()
+    watching.cancel()
+    assert not process.is_killed
+
+
+async def test_engine_that_never_wakes_is_kept_by_a_front_that_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front_module, "_WATCH_INTERVAL_S", 0.01)
+    monkeypatch.setattr(front_module, "_OWN_STANDSTILL_S", 0.1)
+    monkeypatch.setattr(sys.modules[__name__], "LIMIT_S", 0.2)
+
+    class Stopped(ScriptedClock):
+        def read(self) -> Signs:
+            if self.num_reads == 0:
+                time.sleep(0.3)
+            return super().read()
+
+    process = FakeProcess()
+    stop = await watch(Stopped([COMPUTING._replace(step_age_s=0.1), STUCK_IN_A_STEP]), process)
+    assert process.is_killed
+    assert stop.status == 1
+
+
 # The step clock
 
 
@@ -135,6 +179,9 @@ def test_signs_do_not_cross_the_processes(now: Time, clocks: tuple[StepClock, St
     engine.begin_step()
     now.pass_by(3)
     assert front.read() == Signs(0, 3.0, 3.0)
+    engine.advance_step()
+    now.pass_by(1)
+    assert front.read() == Signs(0, 1.0, 1.0)
     engine.end_step()
     assert front.read() == Signs(1, 0.0, 0.0)
     engine.begin_step()
