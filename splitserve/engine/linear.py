@@ -3,10 +3,14 @@
 Called by the loader, which reports what is left in memory. The weights belong to the model, packed or not.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import nn
+
+# Layers of one module that read the same rows, by the names that transformers gives them in nearly all families.
+_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 # oneDNN asks for how many rows it should lay the weights out. One layout serves every number of rows as well as one of
 # its own would (measured from 1 to 2,048), so there is one copy.
@@ -36,28 +40,35 @@ class TorchLinear:
 
 class PackedLinears:
     """Weights in oneDNN's own layout: a step of few tokens takes two thirds of the time, and rounds the same with any
-    number of rows in bfloat16 and in float32."""
+    number of rows in bfloat16 and in float32. Layers that read the same rows are one matmul, which takes less time than
+    several small ones."""
 
     name = "onednn"
 
     @torch.inference_mode()
     def prepare(self, model: nn.Module) -> None:
-        for parent, name, layer in _linear_layers(model):
-            setattr(parent, name, PackedLinear(layer))
+        _linear_layers(model)
+        for parent in list(model.modules()):
+            for names in _SIBLINGS:
+                _merge(parent, names)
+        for parent, name, layer in _linear_layers(model, may_be_none=True):
+            setattr(parent, name, PackedLinear.of(layer))
 
 
 class PackedLinear(nn.Module):
-    """Computes what `layer` does, from a packed copy of its weight.
+    """A linear layer from a packed copy of `weight` `[out_features, in_features]`, which it does not keep."""
 
-    The plain weight is not kept: it is gone with `layer`, unless something else (a tied embedding) holds it too.
-    """
-
-    def __init__(self, layer: nn.Linear) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
-        self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.bias = layer.bias
+        self.out_features, self.in_features = weight.shape
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         # Neither parameter nor buffer: nothing that moves or saves a model can handle this layout.
-        self._packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), _LAYOUT_ROWS)
+        self._packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _LAYOUT_ROWS)
+
+    @classmethod
+    def of(cls, layer: nn.Linear) -> "PackedLinear":
+        """Computes what `layer` does. The plain weight is gone with it, unless a tied embedding holds it too."""
+        return cls(layer.weight, layer.bias)
 
     @property
     def packed_nbytes(self) -> int:
@@ -71,6 +82,48 @@ class PackedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class MergedLinears(nn.Module):
+    """Several layers that read the same rows, packed as one. Whichever of them is called first computes them all."""
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        super().__init__()
+        self._widths = [layer.out_features for layer in layers]
+        biases: list[torch.Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+        weights: list[torch.Tensor] = [layer.weight for layer in layers]
+        self.whole = PackedLinear(torch.cat(weights), torch.cat(biases) if biases else None)
+        self._rows: torch.Tensor | None = None
+        self._results: Sequence[torch.Tensor] = ()
+
+    def result(self, index: int, rows: torch.Tensor) -> torch.Tensor:
+        """What layer `index` makes of `rows`, a view with the whole's strides.
+
+        Results are kept until the last layer has been called, for that very tensor only: a layer that is called on its
+        own, or out of order, is right as well.
+        """
+        if self._rows is not rows:
+            self._rows, self._results = rows, torch.split(self.whole.forward(rows), self._widths, dim=-1)
+        result = self._results[index]
+        if index == len(self._widths) - 1:
+            self._rows, self._results = None, ()
+        return result
+
+
+class MergedLinear(nn.Module):
+    """Takes the place of one of the layers in `merged`."""
+
+    def __init__(self, merged: MergedLinears, index: int, layer: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.merged = merged
+        self._index = index
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.merged.result(self._index, rows)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"
 
 
 def choose_linear(device: str, dtype: torch.dtype) -> tuple[LinearBackend, str]:
@@ -88,7 +141,7 @@ def _why_not_packed(device: str, dtype: torch.dtype) -> str:
     rows = torch.randn(5, 24, dtype=dtype)
     try:
         with torch.inference_mode():
-            distance = float((PackedLinear(layer)(rows) - layer(rows)).abs().max())
+            distance = float((PackedLinear.of(layer)(rows) - layer(rows)).abs().max())
     except (RuntimeError, AttributeError) as error:  # an operator that is missing, or that refuses this processor
         return f"oneDNN's packed layers do not run here: {str(error).splitlines()[0]}"
     if not distance < 0.1:
@@ -96,7 +149,20 @@ def _why_not_packed(device: str, dtype: torch.dtype) -> str:
     return ""
 
 
-def _linear_layers(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
+def _merge(parent: nn.Module, names: Sequence[str]) -> None:
+    """Replaces the children of these names by one matmul, if they are plain linear layers of one kind."""
+    children = [getattr(parent, name, None) for name in names]
+    # Not isinstance: subclasses compute something else.
+    layers: list[nn.Linear] = [child for child in children if type(child) is nn.Linear]
+    kinds = {(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in layers}
+    if len(layers) < len(names) or len(kinds) > 1:
+        return
+    merged = MergedLinears(layers)
+    for index, (name, layer) in enumerate(zip(names, layers, strict=True)):
+        setattr(parent, name, MergedLinear(merged, index, layer))
+
+
+def _linear_layers(model: nn.Module, *, may_be_none: bool = False) -> list[tuple[nn.Module, str, nn.Linear]]:
     """(parent, name, layer) of every `nn.Linear`; subclasses compute something else and are not among them."""
     found = [
         (parent, name, layer)
@@ -104,6 +170,6 @@ def _linear_layers(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
         for name, layer in parent.named_children()
         if type(layer) is nn.Linear
     ]
-    if not found:
+    if not found and not may_be_none:
         raise ValueError("the model has no linear layers")
     return found

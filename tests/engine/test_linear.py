@@ -39,7 +39,7 @@ def test_packed_layer_computes_something_else(dtype: torch.dtype, bias: bool) ->
     for shape in ((1, 192), (33, 192), (1, 7, 192), (1, 0, 192)):
         rows = _rows(shape[-2], 192, dtype).view(shape)
         exact = rows.double() @ layer.weight.double().T + (layer.bias.double() if bias else 0.0)
-        result = PackedLinear(layer)(rows)
+        result = PackedLinear.of(layer)(rows)
         assert result.shape == (*shape[:-1], 320)
         tolerance = 2**-7 if dtype == torch.bfloat16 else 2**-18
         torch.testing.assert_close(result, exact.to(dtype), rtol=tolerance, atol=1e-5)
@@ -50,7 +50,7 @@ _EXPECTED: dict[tuple[object, ...], tuple[PackedLinear, torch.Tensor, torch.Tens
 
 def _packed_case(shape: tuple[int, int], dtype: torch.dtype) -> tuple[PackedLinear, torch.Tensor, torch.Tensor]:
     if (shape, dtype) not in _EXPECTED:
-        packed = PackedLinear(_layer(*shape, dtype))
+        packed = PackedLinear.of(_layer(*shape, dtype))
         rows = _rows(MOST_ROWS, shape[0], dtype)
         _EXPECTED[shape, dtype] = packed, rows, packed(rows)
     return _EXPECTED[shape, dtype]
@@ -75,6 +75,56 @@ def test_recomputation_with_packed_layers_is_inexact(dtype: str, tiny_model: Tin
         pytest.skip(runner.report.linear_reason)
     assert runner.recompute_exact
     assert runner._min_rows == 2
+
+
+class _Attention(nn.Module):
+    """Three layers that read the same rows, as transformers names them, and one that does not."""
+
+    def __init__(self, dtype: torch.dtype, *, bias: bool) -> None:
+        super().__init__()
+        self.q_proj = _layer(96, 160, dtype, bias=bias)
+        self.k_proj = _layer(96, 32, dtype, bias=bias)
+        self.v_proj = _layer(96, 48, dtype, bias=bias)
+        self.o_proj = _layer(160, 96, dtype)
+
+    def forward(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        return [self.q_proj(rows), self.k_proj(rows), self.v_proj(rows)]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@torch.inference_mode()
+def test_merged_layers_compute_something_else(dtype: torch.dtype, bias: bool) -> None:
+    model = _Attention(dtype, bias=bias)
+    rows = _rows(9, 96, dtype)
+    expected = model(rows)
+    PackedLinears().prepare(model)
+    assert len({id(model.get_submodule(f"{name}_proj.merged")) for name in "qkv"}) == 1
+    for result, exact in zip(model(rows), expected, strict=True):
+        tolerance = 2**-6 if dtype == torch.bfloat16 else 2**-18
+        torch.testing.assert_close(result, exact, rtol=tolerance, atol=tolerance)
+
+
+@torch.inference_mode()
+def test_merged_layer_answers_for_other_rows() -> None:
+    """In any order, alone, twice, and never with what it made of an earlier tensor."""
+    model = _Attention(torch.float32, bias=False)
+    first, second = _rows(5, 96, torch.float32), -_rows(5, 96, torch.float32)
+    expected = {id(rows): model(rows) for rows in (first, second)}
+    PackedLinears().prepare(model)
+    layers = [model.q_proj, model.k_proj, model.v_proj]
+    order = [(0, first), (1, second), (2, first), (2, first), (0, second), (0, first), (1, first), (1, second)]
+    for index, rows in order:
+        torch.testing.assert_close(layers[index](rows), expected[id(rows)][index])
+    model(first)
+    assert model.q_proj.merged._rows is None, "the rows of a step are kept after it"
+
+
+def test_unequal_siblings_are_merged() -> None:
+    model = _Attention(torch.float32, bias=False)
+    model.k_proj = _layer(96, 32, torch.float32, bias=True)
+    PackedLinears().prepare(model)
+    assert {type(layer) for layer in model.children()} == {PackedLinear}
 
 
 def test_subclass_of_linear_is_packed() -> None:
@@ -171,6 +221,6 @@ def test_rows_that_round_differently_beyond_the_fixed_ids_pass() -> None:
             super().__init__()
             self.layers = nn.ModuleList(layers)
 
-    packed = PackedLinear(_layer(64, 96, torch.float32))
+    packed = PackedLinear.of(_layer(64, 96, torch.float32))
     assert selftest.linear_rows_are_exact(Model(packed), 2)
     assert not selftest.linear_rows_are_exact(Model(packed, _SplitByRows(512, 96)), 2)
