@@ -127,7 +127,7 @@ class DecodeEngine(EngineBase):
             num_blocks=num_blocks,
         )
         # Before the answer, so that a router never sees the answer without the room that it took.
-        self._publish(self.load())
+        self.report_load()
         self._publish(messages.Reserved(session=reservation.session, attempt=reservation.attempt, ticket=ticket))
 
     # From reservation to sequences
@@ -240,12 +240,14 @@ class DecodeEngine(EngineBase):
         logits = self._runner.run(
             [Segment([s.token_ids[-1]], len(s.token_ids) - 1, s.blocks, wants_logits=True) for s in batch]
         )
-        for sequence in batch:
-            self._cache_filled(sequence)
         draws = [Draw(s.params, s.sample, s.history) for s in batch]
         tokens = draw_tokens(logits, draws, self._eos_token_ids, self._max_len)
         for sequence, token in zip(batch, tokens, strict=True):
-            if token is None and sequence.key in self._running:
+            if token is not None:
+                self._cache_filled(sequence)
+                continue
+            self._forget_cached(sequence.keys)
+            if sequence.key in self._running:  # its attempt may have ended with a sibling
                 self._end(sequence, Reason.INTERNAL, "the model's logits are not finite")
         self._take_tokens(
             [(s, token) for s, token in zip(batch, tokens, strict=True) if token is not None and s.key in self._running]

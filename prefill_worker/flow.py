@@ -28,8 +28,6 @@ from splitserve.worker.sampling import Draw, draw_tokens, sampling_params, start
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
-NOT_FINITE = "the model's logits are not finite"
-
 
 class PrefillEngine(EngineBase):
     """What the prefill worker adds to the engine loop."""
@@ -98,7 +96,7 @@ class PrefillEngine(EngineBase):
         self._by_transfer[attempt.ticket.transfer_id] = attempt
         self._agent.open(attempt.ticket)
         # Before the answer, so that a router never sees the answer without the room that it took.
-        self._publish(self.load())
+        self.report_load()
         self._publish(messages.Accepted(session=command.session, attempt=command.attempt, num_cached_tokens=num_cached))
         if reads_cache:
             self._count_lookup(len(token_ids), num_cached)
@@ -190,7 +188,7 @@ class PrefillEngine(EngineBase):
         attempt.num_computed += chunk.length
         self._cache_computed(attempt, chunk)
         if attempt.num_prompt_logprobs is not None and not self._publish_prompt_logprobs(attempt, chunk, logits):
-            self._end(attempt, Reason.INTERNAL, NOT_FINITE)
+            self._end_broken(attempt)
         elif attempt.is_computing:
             self._push_blocks(attempt, attempt.num_computed // self._layout.block_size)
         else:
@@ -222,7 +220,11 @@ class PrefillEngine(EngineBase):
         if len(drawn) == len(draws):
             self._hand_off(attempt, drawn)
         else:
-            self._end(attempt, Reason.INTERNAL, NOT_FINITE)
+            self._end_broken(attempt)
+
+    def _end_broken(self, attempt: PrefillAttempt) -> None:
+        self._forget_cached(attempt.keys)
+        self._end(attempt, Reason.INTERNAL, "the model's logits are not finite")
 
     def _segment(self, chunk: Chunk) -> Segment:
         attempt = self._attempts[chunk.attempt]

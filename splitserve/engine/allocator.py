@@ -111,6 +111,13 @@ class BlockAllocator:
         for block, key in zip(blocks, keys, strict=True):
             self._cache.enter(block, key)
 
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Takes keys out of the prefix cache; their blocks are nobody's any more once their users have let go."""
+        for key in keys:
+            block = self._cache.drop(key)
+            if block is not None and self._references[block] == 0:
+                self._set_free(block)
+
     def count_released(self, tables: Sequence[Sequence[int]]) -> list[int]:
         """For each of these holders, how many blocks its release makes available once all after it have released.
 

@@ -53,6 +53,14 @@ class PrefixCache:
         del self._blocks[self._keys.pop(block)]
         return block
 
+    def drop(self, key: bytes) -> int | None:
+        """Forgets a key; returns the block that had it, if one had."""
+        block = self._blocks.pop(key, None)
+        if block is not None:
+            del self._keys[block]
+            self._unused.pop(block, None)
+        return block
+
     def is_unused(self, block: int) -> bool:
         return block in self._unused
 

@@ -48,7 +48,8 @@ class RoleEngine(Protocol):
     def step(self) -> bool:
         """Computes one step; False when everything that runs has to wait for something to arrive."""
 
-    def load(self) -> messages.Load: ...
+    def report_load(self) -> None:
+        """Publishes the load if it is another than the one that was published last."""
 
     def check(self) -> None:
         """Raises ValueError if what the engine holds does not add up. Called when it has been idle for a moment."""
@@ -108,7 +109,6 @@ class EngineLoop:
         self._publish = publish
         self._inbox = inbox
         self._clock = clock
-        self._last_load: messages.Load | None = None
         self._is_checked = True
         self._is_waiting = True
 
@@ -122,7 +122,9 @@ class EngineLoop:
 
         With nothing to compute it waits up to `wait_s` for something to arrive.
         """
+        is_quiet = True
         for item in self._arrived(wait_s):
+            is_quiet = False
             if item is None or isinstance(item, messages.Stop):
                 return False
             self._is_checked = False
@@ -134,16 +136,17 @@ class EngineLoop:
             self._is_waiting = not self._engine.step()
         if self._is_waiting:
             self._clock.beat()
-            self._check_once_idle(wait_s)
+            if is_quiet:
+                self._check_once_idle(wait_s)
         else:
             self._clock.end_step()
             self._is_checked = False
-        self._publish_load()
+        self._engine.report_load()
         return True
 
     def _check_once_idle(self, wait_s: float) -> None:
-        """Looks through the books once after each piece of work; a violation ends the worker before it serves from
-        it."""
+        """Looks through the books once the engine has been idle for a moment; a violation ends the worker before it
+        serves from it. Not between two requests: of a large pool it takes tens of milliseconds."""
         if wait_s > 0 and not self._is_checked:
             self._engine.check()
             self._is_checked = True
@@ -179,9 +182,3 @@ class EngineLoop:
                 self._engine.handle(item)
             case _:
                 self._engine.handle(item)
-
-    def _publish_load(self) -> None:
-        load = self._engine.load()
-        if load != self._last_load:
-            self._last_load = load
-            self._publish(load)

@@ -24,6 +24,18 @@ class EngineBase:
         self._publish = context.publish
         self._eos_token_ids = frozenset(context.description.eos_token_ids)
         self._allocator = BlockAllocator(context.runner.pool.num_blocks)
+        self._last_load: messages.Load | None = None
+
+    def load(self) -> messages.Load:
+        """What the engine holds and has to do at this moment."""
+        raise NotImplementedError
+
+    def report_load(self) -> None:
+        """Publishes the load unless the last one published was the same: what routers have heard is what holds."""
+        load = self.load()
+        if load != self._last_load:
+            self._last_load = load
+            self._publish(load)
 
     def _too_large(self, num_tokens: int, num_blocks: int) -> str | None:
         """Why this worker could never take it, if it could not; `num_blocks` are all that it needs to begin."""
@@ -57,6 +69,10 @@ class EngineBase:
         """Offers a sequence's blocks, complete and verified, to whoever has the same tokens next."""
         if self._context.config.enable_prefix_caching:
             self._allocator.cache(blocks, keys)
+
+    def _forget_cached(self, keys: KeyChain) -> None:
+        """A sequence's logits are not finite: something in its blocks may be broken, so nobody gets them any more."""
+        self._allocator.forget(keys.complete)
 
     def _count_lookup(self, num_tokens: int, num_cached_tokens: int) -> None:
         self._publish(messages.CacheLookup(num_tokens=num_tokens, num_cached_tokens=num_cached_tokens))

@@ -66,6 +66,21 @@ def test_free_blocks_are_left_while_cached_ones_are_evicted() -> None:
     allocator.release(blocks or [])
 
 
+def test_forgotten_key_is_found_or_its_block_is_lost() -> None:
+    """One that is in use goes on until its user lets go, one that is not is free at once."""
+    allocator = BlockAllocator(6)
+    keys = keys_of(list(range(5 * B)))
+    allocator.release(run(allocator, keys))
+    user = allocator.pin(keys[:2])
+    allocator.forget([*keys[:4], b"unknown"])
+    allocator.check()
+    assert num_hits(allocator, keys) == 0
+    assert (allocator.counts.in_use, allocator.counts.cached, allocator.counts.free) == (2, 1, 3)
+    allocator.release(user)
+    allocator.check()
+    assert (allocator.counts.cached, allocator.counts.free) == (1, 5)
+
+
 def test_pinned_hit_is_evicted() -> None:
     allocator = BlockAllocator(4)
     keys = keys_of(list(range(3 * B)))

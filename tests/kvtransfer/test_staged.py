@@ -53,6 +53,22 @@ def test_block_is_overwritten_while_its_last_owner_reads_it() -> None:
     assert not side.pool.tensor[1].any()
 
 
+def test_block_that_is_lent_again_has_the_mark_of_the_first_time() -> None:
+    """Sent once, computed anew for somebody else, sent again; then read by a forward and received into."""
+    side = Side(4)
+    first = side.compute(2, seed=1)
+    side.store.lend([2])
+    assert bytes(side.store.view(2)) == first
+    second = side.compute(2, seed=2)
+    side.store.lend([2])
+    assert bytes(side.store.view(2)) == second
+    seen: list[torch.Tensor] = []
+    side.device.launch(lambda: seen.append(side.pool.tensor[2].clone()))
+    side.store.lend([2])
+    side.store.write(2, bytes(side.store.block_nbytes))
+    assert seen[0].view(-1).view(torch.uint8).numpy().tobytes() == second
+
+
 def test_view_changes_when_the_block_does() -> None:
     """The transport reads a view for as long as it likes, also when block and store are somebody else's by then."""
     side = Side(2)

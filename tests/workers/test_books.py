@@ -8,12 +8,13 @@ from typing import Any, cast
 
 import pytest
 
+from kvtransfer.ticket import Ticket
 from splitserve.service.reasons import Reason
 from splitserve.worker import messages
 from splitserve.worker.clock import StepClock
 from splitserve.worker.engine_process import EngineLoop, RoleEngine
 from tests.tiny_models import VOCAB_SIZE
-from tests.workers.pair import EngineRig, Pair
+from tests.workers.pair import PATIENCE_S, EngineRig, Pair, limits
 from tests.workers.test_hand_off import B, prompt_of
 
 MakePair = Callable[..., Pair]
@@ -223,8 +224,8 @@ class FakeEngine:
         self.work -= 1
         return True
 
-    def load(self) -> messages.Load:
-        return messages.Load(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    def report_load(self) -> None:
+        pass
 
     def check(self) -> None:
         self.calls.append("check")
@@ -287,6 +288,37 @@ def test_books_that_do_not_add_up_are_served_from() -> None:
     loop.turn(wait_s=0.001)
     with pytest.raises(ValueError, match="a block is lost"):
         loop.turn(wait_s=0.001)
+
+
+def test_large_pool_is_looked_through_between_requests() -> None:
+    engine = FakeEngine()
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    loop = loop_over(engine, inbox=inbox)
+    for _ in range(5):
+        inbox.put(messages.Release("a", "x"))
+        loop.turn(wait_s=0.001)
+    assert "check" not in engine.calls
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_router_hears_of_room_taken_and_not_of_room_given_back(side: str, make_pair: MakePair) -> None:
+    """A request, its cancel and its end between two looks at the load: the last word is what holds."""
+    pair = make_pair()
+    rig = pair.prefill if side == "prefill" else pair.decode
+    pair.turn()
+    start = messages.Start(prompt_of(60), [messages.Sample(0, [])], limits())
+    for number in range(30):
+        attempt = f"attempt {number}"
+        if side == "prefill":
+            ticket = Ticket(f"transfer {number}", "decode", 0, 4)
+            rig.engine.handle(messages.Prefill(1, attempt, start, ticket, 60.0))
+        else:
+            rig.engine.handle(messages.Reserve(1, attempt, start, 60.0))
+        rig.engine.handle(messages.Release(attempt, "the client is gone"))
+        rig.engine.handle(rig.inbox.get(timeout=PATIENCE_S))  # the transfer's end
+        rig.loop.turn(0.0)
+        assert rig.said(messages.Load)[-1] == rig.engine.load()
+    pair.assert_drained()
 
 
 @pytest.mark.parametrize("end", [None, messages.Stop()], ids=["front-gone", "stop"])

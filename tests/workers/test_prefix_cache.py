@@ -7,10 +7,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.ticket import Ticket
+from splitserve.engine.batch import Segment
 from splitserve.service.reasons import Reason
 from splitserve.worker import messages
 from tests.reference import greedy
@@ -496,3 +498,36 @@ def test_prompt_that_waits_is_shown_as_running(make_pair: MakePair) -> None:
     assert (load.num_running, load.num_waiting, load.waiting_tokens) == (0, 1, B + 2)
     finish(pair, attempt)
     pair.assert_drained()
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_fault_that_passes_lives_on_in_the_cache(
+    side: str, tiny: Tiny, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One forward leaves NaN behind; its request ends, and later ones of the same tokens do not inherit it."""
+    pair = make_pair()
+    rig = pair.prefill if side == "prefill" else pair.decode
+    prompt = prompt_of(2 * B + 8)
+    compute = rig.runner.run
+
+    def fail_at_a_border(segments: list[Segment]) -> torch.Tensor:
+        logits = compute(segments)
+        end = segments[0].end
+        if side == "decode" and end < 3 * B:
+            return logits
+        rig.runner.pool.tensor[list(segments[0].block_table[: -(-end // B)])] = torch.nan
+        return torch.full_like(logits, torch.nan)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.runner, "run", fail_at_a_border)
+        broken = pair.begin(prompt, max_tokens=20)
+        pair.until(lambda: bool(pair.endings(broken)))
+        assert pair.endings(broken)[0].reason is Reason.INTERNAL
+    pair.assert_drained()
+    rig.engine.check()
+    expected = greedy(tiny("llama"), prompt, 20)
+    # What of the other side's blocks is cached was computed without fault.
+    for length in (2 * B + 8, 3 * B + 4):
+        tokens = (prompt + expected)[:length]
+        num_outputs = 20 - (length - len(prompt))
+        assert pair.generate([tokens], max_tokens=num_outputs) == [expected[len(expected) - num_outputs :]]
