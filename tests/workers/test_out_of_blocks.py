@@ -136,7 +136,7 @@ def test_sample_of_the_oldest_attempt_gives_way(make_pair: MakePair) -> None:
     pair.until(lambda: pair.ticket("trio") is not None)
     pair.prefill.inbox.put(messages.Prefill(1, "trio", start, pair.ticket("trio"), 60.0))
     pair.until(lambda: len(pair.tokens("trio")) >= 6)
-    later = pair.begin(prompt_of(B), max_tokens=B + 4)
+    later = pair.begin(prompt_of(B, seed=1), max_tokens=B + 4)  # shares no block
     pair.until(lambda: sum(bool(token.finish_reason) for token in pair.tokens("trio")) == 3)
     assert pair.endings("trio") == []
     assert [ending.reason for ending in pair.endings(later)] == [Reason.PREEMPTED]
