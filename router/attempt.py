@@ -14,6 +14,7 @@ import structlog
 from kvtransfer.ticket import Ticket
 from router.config import RouterConfig
 from router.metrics import RouterMetrics, Stage
+from router.patience import Patience
 from router.token_order import TokenOrder
 from router.worker import (
     Accepted,
@@ -34,8 +35,10 @@ log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 # Refusals and orderly leave-taking: nobody's failure.
 _NOT_A_FAILURE = frozenset({Reason.NO_ROOM, Reason.PREEMPTED})
-# The request itself is at fault: another worker would say the same.
+# The request itself is at fault: another worker would say the same. INVALID is that only of what we have asked for;
+# an attempt that ends with it was spoilt by the other worker.
 _FATAL = frozenset({Reason.TOO_LARGE, Reason.INTERNAL})
+_FATAL_REFUSALS = _FATAL | {Reason.INVALID}
 
 
 @dataclass(eq=False)
@@ -62,7 +65,7 @@ class Attempt:
         self.attempt_id = attempt_id
         self.prefill = prefill
         self.decode = decode
-        self.num_cached_tokens = 0
+        self.num_cached_tokens: int | None = None  # known once a prefill worker has accepted
         self._config = config
         self._metrics = metrics
         self._mailbox: asyncio.Queue[AttemptEvent] = asyncio.Queue()
@@ -134,13 +137,12 @@ class Attempt:
 
     @property
     def _answer_timeout(self) -> float:
-        """A worker answers between two steps; whether it still lives is for its heartbeat and step age to say."""
+        """Longer than a worker can be dead or stuck without membership knowing."""
         return self._config.stall_timeout + self._config.heartbeat_timeout
 
     async def _reserve(self, start: Start, traceparent: str, seconds_left: Callable[[], float]) -> Ticket:
         # The reservation outlives everything that this side waits for before the blocks must be there.
-        timeout_s = 2 * self._answer_timeout + self._config.reserve_timeout + self._config.prefill_timeout
-        self.decode.channel.reserve(self.attempt_id, start, timeout_s, traceparent)
+        self.decode.channel.reserve(self.attempt_id, start, seconds_left(), traceparent)
         event = await self._next(self.decode, self._answer_timeout, seconds_left)
         if not isinstance(event, Reserved):
             raise self._lost(Reason.INVALID, f"expected a reservation, got {type(event).__name__}", self.decode)
@@ -181,21 +183,27 @@ class Attempt:
             self.deliver(overtaking)
 
     async def _next(self, awaited: Worker, limit_s: float, seconds_left: Callable[[], float]) -> AttemptEvent:
-        """The next event that is not the attempt's end; `awaited` is at fault if there is none within `limit_s`.
+        """The next event that is not the attempt's end; `awaited` is at fault if there is none within `limit_s` and
+        then within the step that it is in.
 
         TimeoutError is the request's deadline, not the attempt's.
         """
+        patience = Patience(awaited)
+        wait_s = limit_s
         while True:
             if self._mailbox.empty():
                 left = seconds_left()
                 try:
                     # Not wait_for: in Python 3.11 it swallows a cancellation that comes together with the event.
-                    async with asyncio.timeout(min(limit_s, left)):
+                    async with asyncio.timeout(min(wait_s, left)):
                         event = await self._mailbox.get()
                 except TimeoutError:
-                    if left <= limit_s:
+                    if left <= wait_s:
                         raise
-                    message = f"{awaited.worker_id} said nothing for {limit_s:g} s"
+                    if not patience.is_over():
+                        wait_s = self._config.suspect_timeout  # a live worker reports within it
+                        continue
+                    message = f"{awaited.worker_id} said nothing for more than {limit_s:g} s, and is in no long step"
                     raise self._lost(Reason.TIMEOUT, message, awaited) from None
             else:
                 event = self._mailbox.get_nowait()
@@ -227,7 +235,7 @@ class Attempt:
     def _raise_if_over(self, event: AttemptEvent) -> None:
         match event:
             case Refused(worker=worker, reason=reason, message=message) if self._concerns_us(worker):
-                raise self._lost(reason, message, self._worker(worker))
+                raise self._lost(reason, message, self._worker(worker), _FATAL_REFUSALS)
             case Ended(worker=worker, reason=reason, message=message) if self._concerns_us(worker):
                 raise self._lost(reason, message, self._worker(worker))
             case WorkerLost(worker=worker, message=message) if self._concerns_us(worker):
@@ -252,12 +260,14 @@ class Attempt:
     def _worker(self, worker_id: str) -> Worker:
         return self.decode if worker_id == self.decode.worker_id else self.prefill
 
-    def _lost(self, reason: Reason, message: str, worker: Worker) -> AttemptLostError:
+    def _lost(
+        self, reason: Reason, message: str, worker: Worker, fatal: frozenset[Reason] = _FATAL
+    ) -> AttemptLostError:
         return AttemptLostError(
             reason.value,
             message,
             is_failure=reason not in _NOT_A_FAILURE,
-            is_fatal=reason in _FATAL,
+            is_fatal=reason in fatal,
             worker=worker.worker_id,
         )
 

@@ -47,7 +47,7 @@ class RouterConfig:
     prefill_timeout: Duration = 120.0
     "From handing a prompt to a prefill worker to its first token."
     token_timeout: Duration = 30.0
-    "Longest gap between two tokens of a running attempt."
+    "Longest gap between two tokens of a running attempt, unless its worker is in a step that goes on."
     heartbeat_interval: Duration = 0.3
     "How often router and worker show each other a sign of life."
     suspect_timeout: Duration = 1.0
@@ -55,7 +55,7 @@ class RouterConfig:
     heartbeat_timeout: Duration = 3.0
     "A worker silent for this long is dead."
     stall_timeout: Duration = 10.0
-    "A worker whose step runs this long is dead."
+    "A worker whose step gets no further for this long is dead."
     routing: Routing = "least_loaded"
     "How to choose among workers with room."
     parent_fd: int | None = None

@@ -1,11 +1,13 @@
 """Late binding: grants what waits in the queue a pair of workers as soon as one has room.
 
-Runs on the event loop, never waits: every change of load, membership or queue calls `kick`.
+Runs on the event loop, never waits: the queue is looked through when someone joins it, and soon after every change of
+load or membership.
 """
 
 import asyncio
 import itertools
 import uuid
+from collections.abc import Sequence
 
 from router.attempt import Attempt
 from router.config import RouterConfig
@@ -37,6 +39,9 @@ class ClusterDispatcher:
         self._metrics = metrics
         self._turn = 0
         self._arrivals = itertools.count()
+        self._is_kicked = False
+        # Who room is kept for, as of the last look through the queue.
+        self._kept: list[Demand] = []
         self.queue = RequestQueue(config.max_queue_requests, config.max_queue_tokens)
         membership.on_change(self.kick)
 
@@ -54,9 +59,17 @@ class ClusterDispatcher:
     def why_not_ready(self) -> str:
         return self._membership.why_not_ready()
 
-    def enqueue(self, waiting: Waiting) -> None:
+    def enqueue(self, waiting: Waiting, pause_s: float = 0.0) -> None:
+        """Waits from now on; for the first `pause_s` its place and its room are kept, but it is granted no pair."""
+        if pause_s > 0:
+            waiting.is_paused = True
+            asyncio.get_running_loop().call_later(pause_s, self._resume, waiting)
         self.queue.add(waiting)
-        self.kick()
+        self._grant_waiting()
+
+    def _resume(self, waiting: Waiting) -> None:
+        waiting.is_paused = False
+        self._grant_waiting()
 
     def withdraw(self, waiting: Waiting) -> None:
         """The request no longer waits: out of the queue, or, if it was granted a pair just now, off it."""
@@ -69,13 +82,21 @@ class ClusterDispatcher:
         self.kick()
 
     def kick(self) -> None:
+        """Has the queue looked through after this turn of the event loop: a request whose attempt was ended in it is
+        queued again by then, in its place before new work."""
+        if not self._is_kicked:
+            self._is_kicked = True
+            asyncio.get_running_loop().call_soon(self._grant_waiting)
+
+    def _grant_waiting(self) -> None:
         """Grants pairs, in order of the queue, to all that find one.
 
         The head, the first that only waits for room, may be passed by those that find some, but not for long: then room
         is kept for it, and they go on with what is left. One that no worker here could ever hold is passed.
         """
+        self._is_kicked = False
         head: Waiting | None = None
-        kept: Demand | None = None
+        kept = self._kept = []
         without_room: list[Demand] = []
         prefills, decodes = self._views(kept)
         for waiting in self.queue.in_order():
@@ -84,15 +105,19 @@ class ClusterDispatcher:
                 continue
             placement = place(demand, prefills, decodes, self._config.routing, self._turn)
             if placement is not None:
-                self.queue.remove(waiting)
-                waiting.grant(self._grant(demand, placement))
+                if waiting.is_paused:
+                    kept.append(demand)
+                else:
+                    self.queue.remove(waiting)
+                    waiting.grant(self._grant(demand, placement))
                 prefills, decodes = self._views(kept)
                 continue
             without_room = [other for other in without_room if not other.needs_no_less(demand)] + [demand]
             if head is None and could_place(demand, prefills, decodes):
                 head = waiting
-                kept = demand if self._may_not_be_passed(head) else None
-                prefills, decodes = self._views(kept)
+                if self._may_not_be_passed(head):
+                    kept.append(demand)
+                    prefills, decodes = self._views(kept)
 
     def _may_not_be_passed(self, head: Waiting) -> bool:
         """A re-attempt never, because it was admitted once; others have been passed for long enough."""
@@ -103,13 +128,15 @@ class ClusterDispatcher:
 
     def could_place(self, demand: Demand) -> bool:
         """Whether some pair that is here would have room for the request if it were idle."""
-        return could_place(demand, *self._views())
+        return could_place(demand, *self._views([]))
 
-    def _views(self, kept: Demand | None = None) -> tuple[list[PrefillView], list[DecodeView]]:
-        """The workers that may get new work, less the room that is `kept`."""
+    def _views(self, kept: Sequence[Demand]) -> tuple[list[PrefillView], list[DecodeView]]:
+        """The workers that may get new work, less the room that is kept for `kept`."""
         prefills = [worker.prefill_view() for worker in self._membership.candidates(Role.PREFILL)]
         decodes = [worker.decode_view() for worker in self._membership.candidates(Role.DECODE)]
-        return (prefills, decodes) if kept is None else keep_room(kept, prefills, decodes)
+        for demand in kept:
+            prefills, decodes = keep_room(demand, prefills, decodes)
+        return prefills, decodes
 
     def _grant(self, demand: Demand, placement: Placement) -> Attempt:
         """Takes the room on both workers at once, so that the next placement sees it as taken."""
@@ -128,7 +155,8 @@ class ClusterDispatcher:
 
     def another_prefill(self, attempt: Attempt, num_tokens: int, refused: set[str]) -> bool:
         """Moves an attempt whose prefill worker refused to another one that reaches the same decode worker."""
-        views = [w.prefill_view() for w in self._membership.candidates(Role.PREFILL) if w.worker_id not in refused]
+        prefills, _ = self._views(self._kept)
+        views = [view for view in prefills if view.worker not in refused]
         decode = attempt.decode.worker_id
         choices = [view for view in views if decode in view.reachable and can_prefill(view, num_tokens)]
         if not choices:

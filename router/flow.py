@@ -24,7 +24,8 @@ from splitserve.service.reasons import Reason
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
-# A worker that just refused is not asked again in the same breath.
+# A worker that just refused is not asked again in the same breath. Whoever was refused waits for that in the queue,
+# where nobody takes its place.
 _REFUSAL_PAUSE_S = 0.05
 # A request that was running on this many workers when they died is taken for the cause.
 _MAX_DEATHS = 2
@@ -40,7 +41,7 @@ class PairSource(Protocol):
 
     def could_place(self, demand: Demand) -> bool: ...
 
-    def enqueue(self, waiting: Waiting) -> None: ...
+    def enqueue(self, waiting: Waiting, pause_s: float = 0.0) -> None: ...
 
     def withdraw(self, waiting: Waiting) -> None: ...
 
@@ -61,7 +62,6 @@ class RequestFlow:
         arrival: int,
     ) -> None:
         self.attempts = 0
-        self.cached_tokens = 0
         self._request = request
         self._pairs = pairs
         self._config = config
@@ -74,7 +74,9 @@ class RequestFlow:
         self._deaths = 0
         self._avoid: set[str] = set()
         self._numerics = ""
+        self._cached_tokens: int | None = None
         self._next_reason = "first"
+        self._was_preempted = False
         self._was_failure = False
         # Queued at once, so that the bound of the queue counts it from admission on.
         self._waiting: Waiting | None = self._enqueue(self._start(tuple(self._outputs)))
@@ -83,6 +85,12 @@ class RequestFlow:
 
     def __aiter__(self) -> AsyncIterator[Event]:
         return self._tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        """What the first attempt found that a prefill worker accepted: a later one finds, in part, what this request
+        has left there itself."""
+        return self._cached_tokens or 0
 
     async def aclose(self) -> None:
         """Releases the workers at any stage; idempotent."""
@@ -112,7 +120,7 @@ class RequestFlow:
                                 token.sample, token.position, token.token_id, token.finish_reason, token.logprobs
                             )
                 except AttemptLostError as lost:
-                    await self._judge(lost)
+                    self._judge(lost)
                     groups.extend((sample,) for sample in sorted(unfinished))
         except TimeoutError:
             raise DeadlineExceeded("the request's deadline passed") from None
@@ -123,7 +131,6 @@ class RequestFlow:
         self, samples: tuple[int, ...]
     ) -> AsyncGenerator[TokenArrived | PromptLogprobsArrived, None]:
         start = self._start(samples)
-        is_continued = any(self._outputs.values())
         waiting, self._waiting = self._waiting, None
         attempt = self._attempt = await self._granted(waiting or self._enqueue(start))
         self.attempts += 1
@@ -137,11 +144,10 @@ class RequestFlow:
         try:
             async with aclosing(running) as tokens:
                 async for token in tokens:
-                    if not is_continued:
-                        # What a later attempt finds is, in part, what this request has left there itself.
-                        self.cached_tokens = attempt.num_cached_tokens
+                    self._note_cached_tokens(attempt)
                     yield token
         finally:
+            self._note_cached_tokens(attempt)
             self._let_go("the attempt has ended")
 
     async def _granted(self, waiting: Waiting) -> Attempt:
@@ -174,7 +180,7 @@ class RequestFlow:
         message = f"interrupted by {self._next_reason}, and {why}" if self.attempts else why
         return Unavailable(message, reason="NO_WORKERS", retry_after_s=1.0)
 
-    async def _judge(self, lost: AttemptLostError) -> None:
+    def _judge(self, lost: AttemptLostError) -> None:
         """Decides whether the request may be tried again; raises the client's error when not."""
         log.warning(
             "attempt lost",
@@ -186,6 +192,8 @@ class RequestFlow:
         )
         self._next_reason = lost.reason
         self._was_failure = lost.is_failure
+        if lost.reason != Reason.NO_ROOM:  # one that was preempted and then refused still has to find a lasting place
+            self._was_preempted = lost.reason == Reason.PREEMPTED
         if lost.is_fatal:
             raise Internal(f"{lost.reason}: {lost.message}")
         if lost.was_running_on:
@@ -201,8 +209,6 @@ class RequestFlow:
                     reason="ATTEMPTS_EXHAUSTED",
                     retry_after_s=1.0,
                 )
-        else:
-            await asyncio.sleep(_REFUSAL_PAUSE_S)
 
     # Pieces
 
@@ -224,7 +230,7 @@ class RequestFlow:
             demand=Demand(
                 start.num_tokens,
                 len(start.outputs),
-                was_preempted=self._next_reason == Reason.PREEMPTED,
+                was_preempted=self._was_preempted,
                 avoid=frozenset(self._avoid),
                 numerics=self._numerics,
             ),
@@ -232,8 +238,12 @@ class RequestFlow:
             priority=self._request.priority,
             arrival=self._arrival,
         )
-        self._pairs.enqueue(waiting)
+        self._pairs.enqueue(waiting, _REFUSAL_PAUSE_S if self._next_reason == Reason.NO_ROOM else 0.0)
         return waiting
+
+    def _note_cached_tokens(self, attempt: Attempt) -> None:
+        if self._cached_tokens is None:
+            self._cached_tokens = attempt.num_cached_tokens
 
     def _seconds_left(self) -> float:
         return max(self._request.deadline - self._clock(), 0.0)

@@ -11,7 +11,7 @@ import structlog
 
 from router.config import RouterConfig
 from router.request import ClusterLimits
-from router.scheduler import max_prompt_tokens
+from router.scheduler import max_decode_tokens, max_prefill_tokens
 from router.worker import Identity, Role, Worker
 from splitserve.service.errors import InvalidRequest
 
@@ -111,16 +111,16 @@ class Membership:
         return "no pair of workers can exchange KV blocks" + (f": {'; '.join(failures)}" if failures else " yet")
 
     def limits(self) -> ClusterLimits:
-        def roomiest(role: Role) -> int:
+        def roomiest(role: Role, max_tokens: Callable[[int, int, int], int]) -> int:
             capacities = [worker.identity for worker in self.of_role(role)]
-            return max((max_prompt_tokens(c.num_blocks, c.block_size, c.max_model_len) for c in capacities), default=0)
+            return max((max_tokens(c.num_blocks, c.block_size, c.max_model_len) for c in capacities), default=0)
 
         # A sequence may have to be computed anew by a prefill worker at any length, so the shorter role counts.
         contexts = [max(w.identity.max_model_len for w in self.of_role(role)) for role in Role if self.of_role(role)]
         return ClusterLimits(
             ready=self.is_ready,
-            max_prompt_tokens_prefill=roomiest(Role.PREFILL),
-            max_prompt_tokens_decode=roomiest(Role.DECODE),
+            max_prompt_tokens_prefill=roomiest(Role.PREFILL, max_prefill_tokens),
+            max_prompt_tokens_decode=roomiest(Role.DECODE, max_decode_tokens),
             max_model_len=min(contexts, default=0),
         )
 

@@ -24,6 +24,8 @@ class Waiting:
     "When it first was the one that waits for room while others may pass it."
     granted: "asyncio.Future[Attempt]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     attempt: Attempt | None = None
+    is_paused: bool = False
+    "Keeps its place and its room, and is granted nothing yet."
 
     @property
     def rank(self) -> tuple[bool, int, int]:

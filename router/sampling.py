@@ -1,17 +1,22 @@
 """Checks and resolves sampling parameters: pure functions from the client's message to `Sampling`.
 
-`validation` calls `read_sampling` before it tokenizes, so that a bad value costs nothing, and `fit_to_room` after.
+`validation` calls `with_usable_defaults` when the router starts, and for each request `read_sampling` before it
+tokenizes, so that a bad value costs nothing, and `fit_to_room` after.
 """
 
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
+
+import structlog
 
 from router.request import Sampling
 from splitserve.models.description import ModelDescription
 from splitserve.service.errors import InvalidRequest
 from splitserve.v1 import inference_pb2 as pb
+
+log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 MAX_TEMPERATURE = 100.0
 # Below this a temperature acts as greedy, where dividing logits by it would overflow.
@@ -33,6 +38,34 @@ NOT_SUPPORTED = "NOT_SUPPORTED"
 
 NumberName = Literal["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
 LogprobsName = Literal["logprobs", "prompt_logprobs"]
+
+_ALL_TOKENS = -1
+_ALLOWED_TOP_K = "at least 1, or 0 or -1 for all tokens"
+_DEFAULTS: tuple[NumberName, ...] = ("temperature", "top_p", "min_p", "repetition_penalty")
+
+
+def with_usable_defaults(model: ModelDescription) -> ModelDescription:
+    """The model without those of its own sampling defaults that no request may have; each is told in the log.
+
+    A request that leaves a value out has not asked for it, so it gets the API's default instead of a refusal.
+    """
+    problems: dict[str, str] = {}
+    for name in _DEFAULTS:
+        value = getattr(model, f"default_{name}")
+        if value is not None and (allowed := _number_problem(name, value)) is not None:
+            problems[name] = allowed
+    if model.default_top_k is not None and model.default_top_k < _ALL_TOKENS:
+        problems["top_k"] = _ALLOWED_TOP_K
+    for key, allowed in problems.items():
+        log.warning(
+            "the model's own sampling default is ignored",
+            file=str(model.directory / "generation_config.json"),
+            name=key,
+            value=getattr(model, f"default_{key}"),
+            allowed=allowed,
+        )
+    unusable: dict[str, Any] = {f"default_{key}": None for key in problems}
+    return replace(model, **unusable)
 
 
 def read_sampling(params: pb.SamplingParams, model: ModelDescription, context_len: int) -> Sampling:
@@ -100,6 +133,13 @@ def _number(params: pb.SamplingParams, name: NumberName, model_default: float | 
     if not params.HasField(name):
         return default if model_default is None else model_default
     value: float = getattr(params, name)
+    if (allowed := _number_problem(name, value)) is not None:
+        raise _out_of_range(name, value, allowed)
+    return value
+
+
+def _number_problem(name: NumberName, value: float) -> str | None:
+    """What the value would have to be, where it is something else."""
     is_in_range, allowed = {
         "temperature": (0 <= value <= MAX_TEMPERATURE, f"between 0 and {MAX_TEMPERATURE:g}"),
         "top_p": (0 < value <= 1, "above 0 and at most 1"),
@@ -111,9 +151,7 @@ def _number(params: pb.SamplingParams, name: NumberName, model_default: float | 
         "presence_penalty": _within(value, MAX_PENALTY),
         "frequency_penalty": _within(value, MAX_PENALTY),
     }[name]  # a NaN is in no range
-    if not is_in_range:
-        raise _out_of_range(name, value, allowed)
-    return value
+    return None if is_in_range else allowed
 
 
 def _within(value: float, bound: float) -> tuple[bool, str]:
@@ -145,8 +183,8 @@ def _logit_bias(bias: Mapping[int, float], vocab_size: int) -> tuple[tuple[int, 
 
 def _top_k(params: pb.SamplingParams, model: ModelDescription) -> int:
     top_k = params.top_k if params.HasField("top_k") else (model.default_top_k or 0)
-    if top_k < -1:
-        raise _out_of_range("top_k", top_k, "at least 1, or 0 or -1 for all tokens")
+    if top_k < _ALL_TOKENS:
+        raise _out_of_range("top_k", top_k, _ALLOWED_TOP_K)
     return min(max(top_k, 0), model.vocab_size)
 
 

@@ -168,8 +168,13 @@ def keep_room(
     )
 
 
-def max_prompt_tokens(total_blocks: int, block_size: int, max_model_len: int) -> int:
-    """The largest prompt that an idle worker can take: at least one token of the context is left for output."""
+def max_prefill_tokens(total_blocks: int, block_size: int, max_model_len: int) -> int:
+    """The most that an idle prefill worker can compute; the context has room for one token more, the pool need not."""
+    return min(total_blocks * block_size, max_model_len - 1)
+
+
+def max_decode_tokens(total_blocks: int, block_size: int, max_model_len: int) -> int:
+    """The largest prompt that an idle decode worker can take: beside it lies the first token that it decodes."""
     return min(total_blocks * block_size, max_model_len) - 1
 
 

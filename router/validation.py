@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from router.request import ClusterLimits, GenerationRequest
-from router.sampling import fit_to_room, read_sampling
+from router.sampling import fit_to_room, read_sampling, with_usable_defaults
 from router.tokenizing import TokenizerThreads, TokenizingLimits
 from splitserve.models.description import ModelDescription
 from splitserve.service.errors import InvalidRequest, NotFound
@@ -45,7 +45,7 @@ class RequestValidator:
         *,
         tokenizing: TokenizingLimits = DEFAULT_TOKENIZING,
     ) -> None:
-        self._model = model
+        self._model = with_usable_defaults(model)
         self._encoder = encoder
         self._limits = limits
         self._tokenizer_threads = TokenizerThreads(tokenizing)
@@ -193,9 +193,15 @@ class RequestValidator:
             )
 
     def _largest_sequence(self, context_len: int) -> tuple[int, str]:
-        """Prompt + output, and whose limit it is. A pool that is too small would hold up the next attempt for ever."""
+        """Prompt + output, and whose limit it is. A pool that is too small would hold up the next attempt for ever.
+
+        One token more than the largest prompt: the last one of the output is never computed.
+        """
         return min(
-            [(context_len, "the context is"), *((most + 1, f"the {role} workers hold") for role, most in self._sides())]
+            [
+                (context_len, "the context is"),
+                *((most + 1, f"the {role} workers allow") for role, most in self._sides()),
+            ]
         )
 
     def _sides(self) -> list[tuple[str, int]]:

@@ -208,9 +208,11 @@ class Worker:
     def hear(self, attempt_id: str, event: AttemptEvent) -> bool:
         """Passes the event to its attempt; False when the attempt is not (or no longer) here.
 
-        A worker reports its load before it answers, so the room of an answered attempt shows there from now on.
+        A worker reports its load before it answers, so the room of an answered attempt shows there from now on. What
+        was promised to a refused one is nobody else's until its flow has let go of it, and then it is queued again.
         """
-        self.promises.pop(attempt_id, None)
+        if not isinstance(event, Refused):
+            self.promises.pop(attempt_id, None)
         mailbox = self.attempts.get(attempt_id)
         if mailbox is None:
             return False

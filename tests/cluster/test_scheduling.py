@@ -54,7 +54,7 @@ def test_prompt_that_decode_can_never_hold_stops_the_next_one(narrow: Cluster) -
                 with pytest.raises(InvalidRequest, match=rf"{length} tokens.*decode workers can hold is {limit}"):
                     narrow.client.generate(prompt_of(length), max_tokens=1)
             assert len(narrow.client.generate(prompt_of(10), max_tokens=2, ignore_eos=True).token_ids) == 2
-        with pytest.raises(InvalidRequest, match=f"decode workers hold {limit + 1} tokens, so at most 12 "):
+        with pytest.raises(InvalidRequest, match=f"decode workers allow {limit + 1} tokens, so at most 12 "):
             narrow.client.generate(prompt_of(100), max_tokens=200)
 
 

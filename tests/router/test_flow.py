@@ -2,6 +2,7 @@
 error."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from prometheus_client import generate_latest
@@ -77,9 +78,9 @@ async def test_cached_tokens_are_told_too_late() -> None:
     await flow.aclose()
 
 
-@pytest.mark.parametrize(("has_first_token", "expected"), [(True, 16), (False, 32)])
-async def test_cached_tokens_are_counted_twice(has_first_token: bool, expected: int) -> None:
-    """The number is that of the attempt that began the answer: a later one finds what this request has left there."""
+@pytest.mark.parametrize("has_first_token", [False, True])
+async def test_cached_tokens_are_counted_twice(has_first_token: bool) -> None:
+    """The number is that of the first attempt that prefill took: a later one finds what this request has left there."""
     router = Router()
     (prefill,), decodes = router.pairs(num_decode=2)
     flow = router.submit(num_prompt=40)
@@ -95,7 +96,7 @@ async def test_cached_tokens_are_counted_twice(has_first_token: bool, expected: 
     prefill.accepted(second, num_cached_tokens=32)
     next(d for d in decodes if second in d.worker.attempts).token(second, int(has_first_token), 101, LENGTH)
     await task
-    assert flow.cached_tokens == expected
+    assert flow.cached_tokens == 16
     router.assert_idle()
 
 
@@ -278,6 +279,35 @@ async def test_fault_of_the_request_is_tried_elsewhere() -> None:
     with pytest.raises(Internal):
         await task
     router.assert_idle()
+
+
+@pytest.mark.parametrize("role", [Role.DECODE, Role.PREFILL])
+async def test_request_that_every_worker_refuses_is_to_be_sent_again(role: Role) -> None:
+    """It is not valid anywhere: one worker's word is enough, and the client is not told to retry."""
+    router = Router()
+    (prefill,), (decode, _) = router.pairs(1, 2)
+    task = asyncio.create_task(collect(router.submit()))
+    attempt, _ = await decode.command("reserve")
+    if role is Role.PREFILL:
+        decode.reserved(attempt)
+        await prefill.command("prefill")
+    (prefill if role is Role.PREFILL else decode).refused(attempt, Reason.INVALID)
+    with pytest.raises(Internal, match="invalid: the test says so") as failure:
+        await task
+    assert failure.value.retry_after_s is None
+    router.assert_idle()
+
+
+async def test_invalid_hand_off_is_the_requests_own_fault() -> None:
+    """What prefill sent to decode was wrong: another prefill worker may do better."""
+    router = Router()
+    prefills, decodes = router.pairs(2, 1)
+    task = asyncio.create_task(collect(router.submit()))
+    decode, prefill, attempt = await _next_attempt(prefills, decodes)
+    decode.ended(attempt, Reason.INVALID)
+    _, prefill, second = await _next_attempt(prefills, decodes, attempt)
+    prefill.first(second, 0, 100, LENGTH)
+    assert ids(await task) == [100]
 
 
 @pytest.mark.parametrize("stage", ["queued", "reserving", "prefilling", "decoding"])
@@ -505,6 +535,69 @@ async def test_slow_step_costs_an_attempt() -> None:
     prefill.accepted(attempt)
     prefill.first(attempt, 0, 100, LENGTH)
     assert ids(await task) == [100]
+
+
+def _report_steps(worker: FakeWorker, engine_steps: int, step_age_s: float) -> None:
+    worker.worker.load = replace(worker.worker.load, engine_steps=engine_steps, step_age_s=step_age_s)
+
+
+@pytest.mark.parametrize("stage", ["reserving", "prefilling", "decoding"])
+async def test_step_longer_than_any_answer_is_waited_for_costs_an_attempt(stage: str) -> None:
+    """As long as it gets further membership keeps the worker, which answers when the step has ended."""
+    router = Router(
+        stall_timeout=0.02, heartbeat_timeout=0.01, token_timeout=0.03, suspect_timeout=0.02, max_attempts=1
+    )
+    (prefill,), (decode,) = router.pairs()
+    for worker in (prefill, decode):
+        _report_steps(worker, 1000, 0.01)
+    task = asyncio.create_task(collect(router.submit()))
+
+    async def long_step(stage_of_it: str) -> None:
+        if stage == stage_of_it:
+            await asyncio.sleep(0.2)
+            # The report that it has ended, and that the next one has begun, may come just before the answer.
+            _report_steps(prefill, 1001, 0.0)
+            _report_steps(decode, 1001, 0.0)
+
+    attempt, _ = await decode.command("reserve")
+    await long_step("reserving")
+    decode.reserved(attempt)
+    await prefill.command("prefill")
+    await long_step("prefilling")
+    prefill.accepted(attempt)
+    prefill.first(attempt, 0, 100)
+    await long_step("decoding")
+    decode.token(attempt, 1, 101, LENGTH)
+    assert ids(await task) == [100, 101]
+    assert decode.channel.of_kind("reserve") == [attempt]
+
+
+@pytest.mark.parametrize("stage", ["reserving", "prefilling", "decoding"])
+@pytest.mark.parametrize("is_idle", [False, True])
+async def test_worker_that_computes_for_others_is_waited_for_for_ever(stage: str, is_idle: bool) -> None:
+    """It finishes step after step, or has nothing to do, and has forgotten this attempt."""
+    router = Router(
+        stall_timeout=0.02, heartbeat_timeout=0.01, token_timeout=0.03, suspect_timeout=0.02, max_attempts=1
+    )
+    (prefill,), (decode,) = router.pairs()
+    task = asyncio.create_task(collect(router.submit()))
+    attempt, _ = await decode.command("reserve")
+    if stage != "reserving":
+        decode.reserved(attempt)
+        await prefill.command("prefill")
+    if stage == "decoding":
+        prefill.accepted(attempt)
+        prefill.first(attempt, 0, 100)
+    steps = 0
+    async with asyncio.timeout(5):
+        while not task.done():
+            steps += 0 if is_idle else 1
+            for worker in (prefill, decode):
+                _report_steps(worker, steps, 0.0 if is_idle else 0.01)
+            await asyncio.sleep(0.01)
+    with pytest.raises(Unavailable, match="said nothing"):
+        await task
+    router.assert_idle()
 
 
 async def test_lost_link_is_blamed_on_the_survivor() -> None:

@@ -87,6 +87,7 @@ async def test_promise_is_kept_after_the_worker_has_answered() -> None:
         assert worker.worker.decode_view().available_blocks == 0
         second, _ = await worker.command("reserve", 1)
         worker.refused(second)
+        await settle()
         assert worker.worker.decode_view().available_blocks == 2
 
 

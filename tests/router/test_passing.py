@@ -51,8 +51,8 @@ async def test_head_that_does_not_fit_stops_those_behind_it() -> None:
     tasks = await submit(router, HEAD, SMALL, HEAD + 1, SMALL + 1, SMALL + 2)
     assert reserved(decode) == [SMALL, SMALL + 1]
     report(router, decode, free=9)
-    assert [len(router.dispatcher.queue), reserved(decode)[2:]] == [2, []]
     await settle()
+    assert len(router.dispatcher.queue) == 2
     assert reserved(decode)[2:] == [HEAD]
     await cancel(router, tasks)
 
@@ -88,6 +88,7 @@ async def test_timeout_of_the_first_head_counts_for_the_second() -> None:
     assert second.blocked_since is None
     first.blocked_since = -3600.0
     router.dispatcher.kick()
+    await settle()
     assert (first.blocked_since, second.blocked_since) == (-3600.0, None)
     report(router, decode, free=10)
     await settle()
@@ -135,6 +136,107 @@ async def test_new_work_takes_the_room_that_an_interrupted_request_waits_for(rea
     await settle()
     assert reserved(decode)[:2] == [HEAD, HEAD]
     await cancel(router, [*victim, *later])
+
+
+async def run_attempt(prefill: FakeWorker, decode: FakeWorker, number: int = 0) -> str:
+    """Drives the `number`-th attempt up to its first decoded token."""
+    attempt, start = await decode.command("reserve", number)
+    assert start is not None
+    decode.reserved(attempt)
+    await prefill.command("prefill", number)
+    prefill.accepted(attempt)
+    position = len(start.outputs[0])
+    prefill.first(attempt, position, 7)
+    decode.token(attempt, position, 7)
+    await settle()
+    return attempt
+
+
+async def test_new_work_takes_the_room_that_a_preempted_request_has_just_left() -> None:
+    """C47: its blocks come free with the next report of load, and by then it is in its place again."""
+    router = Router(passing_timeout=3600.0)
+    (prefill,), (decode,) = router.pairs()
+    victim = await submit(router, 30 * B)
+    attempt = await run_attempt(prefill, decode)
+    report(router, decode, free=0)
+    later = await submit(router, 28 * B)
+    decode.ended(attempt, Reason.PREEMPTED)
+    report(router, decode, free=30)
+    await settle()
+    assert reserved(decode) == [30 * B]
+    report(router, decode, free=31)
+    await settle()
+    assert reserved(decode) == [30 * B, 30 * B]
+    await cancel(router, [*victim, *later])
+
+
+@pytest.mark.parametrize("free", [2, 9])
+async def test_new_work_takes_the_place_of_a_request_that_was_refused(free: int) -> None:
+    """Whoever was refused is not asked to take it again at once; whatever room there seems to be is kept for it."""
+    router = Router(passing_timeout=3600.0)
+    _, (decode,) = router.pairs()
+    tasks = await submit(router, HEAD)
+    attempt, _ = await decode.command("reserve")
+    # The report that precedes a refusal shows the promised blocks as well as those that somebody else has taken.
+    decode.worker.load = LoadReport(blocks_free=free, blocks_in_use=100 - free)
+    decode.refused(attempt)
+    router.membership.changed()
+    tasks += await submit(router, SMALL)
+    assert reserved(decode) == [HEAD]
+    assert len(router.dispatcher.queue) == 2
+    report(router, decode, free=9)
+    await decode.command("reserve", 1)
+    await settle()
+    assert reserved(decode) == [HEAD, HEAD]
+    await cancel(router, tasks)
+
+
+async def test_pause_after_a_refusal_stops_those_that_find_room_beside_it() -> None:
+    router = Router(passing_timeout=3600.0)
+    _, (decode,) = router.pairs()
+    tasks = await submit(router, HEAD)
+    attempt, _ = await decode.command("reserve")
+    decode.refused(attempt)
+    tasks += await submit(router, SMALL, SMALL)
+    assert reserved(decode) == [HEAD, SMALL, SMALL]
+    await cancel(router, tasks)
+
+
+async def test_refusal_after_a_preemption_costs_the_block_to_grow_into() -> None:
+    """It still waits for one block more for each sequence that is there, or it would be preempted again at once."""
+    router = Router(passing_timeout=3600.0)
+    (prefill,), (decode,) = router.pairs()
+    victim = await submit(router, HEAD)
+    attempt = await run_attempt(prefill, decode)
+    decode.ended(attempt, Reason.PREEMPTED)
+    second, _ = await decode.command("reserve", 1)
+    decode.refused(second)
+    for free, num_reserved in ((11, 2), (12, 3)):
+        report(router, decode, free=free)
+        decode.worker.load = replace(decode.worker.load, num_running=3)
+        await asyncio.sleep(0.1)
+        router.membership.changed()
+        await settle()
+        assert len(reserved(decode)) == num_reserved
+    await cancel(router, victim)
+
+
+async def test_refused_hand_over_takes_the_prefill_room_that_is_kept_for_the_head() -> None:
+    router = Router(passing_timeout=0.0)
+    prefills, decodes = [router.join(Role.PREFILL, "p0", num_blocks=8)], [router.join(Role.DECODE, "d0")]
+    tasks = await submit(router, SMALL)
+    attempt, _ = await decodes[0].command("reserve")
+    decodes[0].reserved(attempt)
+    await prefills[0].command("prefill")
+    big = router.join(Role.PREFILL, "p1", num_blocks=9)
+    report(router, big, free=8)
+    tasks += await submit(router, 9 * B)
+    assert len(router.dispatcher.queue) == 1
+    prefills[0].refused(attempt)
+    await settle()
+    assert big.channel.of_kind("prefill") == []
+    assert decodes[0].channel.of_kind("release") == [attempt]
+    await cancel(router, tasks)
 
 
 async def test_giant_prompt_keeps_short_ones_in_the_queue() -> None:

@@ -11,10 +11,12 @@ from router.scheduler import (
     Placement,
     PrefillView,
     blocks_for,
+    can_decode,
     can_prefill,
     could_place,
     keep_room,
-    max_prompt_tokens,
+    max_decode_tokens,
+    max_prefill_tokens,
     place,
 )
 
@@ -293,5 +295,16 @@ def test_blocks_are_miscounted(tokens: int, blocks: int) -> None:
 
 
 def test_largest_prompt_leaves_no_room_for_output() -> None:
-    assert max_prompt_tokens(10, B, 1000) == 10 * B - 1
-    assert max_prompt_tokens(100, B, 1000) == 999
+    assert max_decode_tokens(10, B, 1000) == 10 * B - 1
+    assert max_decode_tokens(100, B, 1000) == max_prefill_tokens(100, B, 1000) == 999
+
+
+def test_prompt_that_just_fills_the_prefill_pool_is_refused() -> None:
+    """C44: the first token needs no block there; what the limits name is placed on idle workers, and no token more."""
+    largest = max_prefill_tokens(10, B, 1000)
+    assert largest == 10 * B
+    prefill = replace(P0, available_blocks=10, total_blocks=10, max_model_len=1000)
+    assert [can_prefill(prefill, tokens) for tokens in (largest, largest + 1)] == [True, False]
+    decode = replace(D0, available_blocks=10, total_blocks=10, max_model_len=1000)
+    at_most = max_decode_tokens(10, B, 1000)
+    assert [can_decode(decode, Demand(tokens)) for tokens in (at_most, at_most + 1)] == [True, False]

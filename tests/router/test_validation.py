@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 import pytest
+import structlog.testing
 
 from router.request import ClusterLimits
 from router.sampling import MAX_STOP_CHARS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
@@ -266,9 +267,34 @@ async def test_output_outgrows_the_smaller_pool(prefill: int, decode: int, small
     )
     async with running(Edge(limits=lambda: limits)) as edge:
         error = from_rpc_error(await edge.refusal(text="x" * 30, sampling_params={"max_tokens": 11}))
-        assert f"the {smaller} workers hold 40 tokens, so at most 10 can be generated" in error.message
+        assert f"the {smaller} workers allow 40 tokens, so at most 10 can be generated" in error.message
         assert [message async for message in edge.generate(text="x" * 30, sampling_params={"max_tokens": 10})]
         assert [message async for message in edge.generate(text="x" * 30)]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "instead", "allowed"),
+    [
+        ("top_p", 0.0, 1.0, "above 0 and at most 1"),
+        ("min_p", 2.0, 0.0, "between 0 and 1"),
+        ("temperature", -1.0, 1.0, "between 0 and 100"),
+        ("temperature", 1e300, 1.0, "between 0 and 100"),
+        ("repetition_penalty", 0.0, 1.0, "between 0.01 and 10"),
+        ("top_k", -5, 0, "at least 1, or 0 or -1 for all tokens"),
+    ],
+)
+async def test_models_own_default_that_no_request_may_have_fails_every_request(
+    name: str, value: float, instead: float, allowed: str
+) -> None:
+    """It is left out, the others count, and the log says where it stands."""
+    defaults = {"default_temperature": 0.5, "default_top_k": 7} | {f"default_{name}": value}
+    with structlog.testing.capture_logs() as logs:
+        sampling = (await validated(defaults)).sampling
+    expected = {"temperature": 0.5, "top_k": 7} | {name: instead}
+    assert {key: getattr(sampling, key) for key in expected} == expected
+    (warning,) = [entry for entry in logs if entry["log_level"] == "warning"]
+    assert (warning["file"], warning["name"]) == ("/nowhere/generation_config.json", name)
+    assert (warning["value"], warning["allowed"]) == (value, allowed)
 
 
 async def test_long_text_is_tokenized_beside_the_event_loop() -> None:
