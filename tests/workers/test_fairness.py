@@ -172,7 +172,7 @@ class DecodeTier:
         self.queued.append(job)
         self._router.dispatcher.enqueue(job.waiting)
 
-    def step(self) -> list[Job]:
+    async def step(self) -> list[Job]:
         """One step of everything; returns who has ended in it."""
         self.num_steps += 1
         self.returning = [(when, n) for when, n in self.returning if when > self.num_steps]
@@ -195,7 +195,7 @@ class DecodeTier:
         self._decode.load = LoadReport(
             blocks_free=self.num_available, num_running=len(self.running), num_waiting=len(self.reserved)
         )
-        self._answer()
+        await self._answer()
         return ended
 
     def _plan(self) -> StepPlan:
@@ -222,9 +222,10 @@ class DecodeTier:
         (self.reserved if job in self.reserved else self.running).remove(job)
         job.num_blocks = 0
 
-    def _answer(self) -> None:
+    async def _answer(self) -> None:
         """What the router grants upon the load becomes a reservation, or is refused."""
         self._router.membership.changed()
+        await asyncio.sleep(0)
         for job in [job for job in self.queued if job.waiting is not None and job.waiting.attempt is not None]:
             for worker in self._router.membership:
                 worker.promises.clear()
@@ -260,7 +261,7 @@ def test_some_request_is_preempted_for_ever(
             for job in [job for job in coming if when[job.name] <= tier.num_steps]:
                 coming.remove(job)
                 tier.add(job)
-            unfinished -= len(tier.step())
+            unfinished -= len(await tier.step())
             assert tier.num_steps <= limit, f"{unfinished} requests never end"
 
     asyncio.run(simulate())
