@@ -70,6 +70,7 @@ def run_engine_bench(settings: EngineSettings, say: Say) -> tuple[Report, list[E
         "dtype": runner.layout.dtype,
         "attention": runner.report.attention,
         "linear": runner.report.linear,
+        "layers": str(runner.report.layers),
         "recompute_exact": runner.recompute_exact,
         "peak_memory_gib": round(_peak_memory() / 2**30, 2),
     }

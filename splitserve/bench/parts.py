@@ -1,7 +1,8 @@
 """Where a step's time goes: a second, instrumented run, apart from the measured ones.
 
-Hooks around the model's modules and around the attention function that transformers calls add up each kind's time. On a
-GPU every piece is waited for, so that there the pieces together take longer than an undisturbed step.
+Watched are the forwards of the model's modules, called as modules or directly, and the attention's plan: each kind's
+time is added up. On a GPU every piece is waited for, so that there the pieces together take longer than an undisturbed
+step.
 """
 
 from collections import defaultdict
@@ -12,12 +13,15 @@ from typing import Any
 from torch import nn
 
 from splitserve.bench.timing import Stopwatch, Task
-from splitserve.engine.attention import INTERFACE_NAME
+from splitserve.engine.attention import AttentionBackend, AttentionPlan
+from splitserve.engine.linear import MergedLinear, PackedLinear
+from splitserve.engine.packing import PackedBatch
+from splitserve.engine.pool import KVPool
 from splitserve.engine.runner import ModelRunner
-from splitserve.engine.transformers_api import ALL_ATTENTION_FUNCTIONS
 
-# In the order of a report. "glue" is rotary embeddings, activations, residuals and the model's own Python; "prepare" is
-# checks, packing, the attention's plan, and what else happens around the model's forward.
+# In the order of a report. "glue" is rotary embeddings, activations, residuals (fused layers add one of two in a norm)
+# and the model's own Python; "prepare" is checks, packing, the attention's plan, and what else happens around the
+# model's forward.
 PARTS = ("linear", "attention", "norms", "glue", "prepare")
 
 
@@ -27,13 +31,15 @@ class _Account:
     def __init__(self, watch: Stopwatch) -> None:
         self.spent: defaultdict[str, float] = defaultdict(float)
         self._watch = watch
-        self._started: dict[str, float] = {}
 
-    def start(self, part: str) -> None:
-        self._started[part] = self._watch.now_ms()
+    def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            started = self._watch.now_ms()
+            result = function(*args, **kwargs)
+            self.spent[part] += self._watch.now_ms() - started
+            return result
 
-    def stop(self, part: str) -> None:
-        self.spent[part] += self._watch.now_ms() - self._started.pop(part)
+        return call
 
 
 def breakdown(runner: ModelRunner, step: Task, linear_names: Collection[str], stopwatch: Stopwatch) -> dict[str, float]:
@@ -42,7 +48,7 @@ def breakdown(runner: ModelRunner, step: Task, linear_names: Collection[str], st
     `linear_names` are the modules that are linear layers by the model's own account, whatever a back end made of them.
     """
     account = _Account(stopwatch)
-    with _watched_modules(runner.model, account, linear_names), _watched_attention(account):
+    with _watched_modules(runner.model, account, linear_names), _watched_attention(runner, account):
         total = stopwatch.milliseconds(step)
     spent = account.spent
     inside = spent["linear"] + spent["attention"] + spent["norms"]
@@ -57,38 +63,45 @@ def breakdown(runner: ModelRunner, step: Task, linear_names: Collection[str], st
 
 @contextmanager
 def _watched_modules(model: nn.Module, account: _Account, linear_names: Collection[str]) -> Iterator[None]:
-    handles: list[Any] = []
-
-    def add(module: nn.Module, part: str) -> None:
-        handles.append(module.register_forward_pre_hook(lambda *_: account.start(part)))
-        handles.append(module.register_forward_hook(lambda *_: account.stop(part)))
-
-    add(model, "forward")
+    watched = {"": "forward"}
     for name, module in model.named_modules():
-        if name in linear_names or isinstance(module, nn.Linear):
-            add(module, "linear")
+        if isinstance(module, nn.Linear | PackedLinear) or (name in linear_names and type(module) is not MergedLinear):
+            watched[name] = "linear"
         elif type(module).__name__.endswith("Norm"):
-            add(module, "norms")
+            watched[name] = "norms"
+    modules = [(model.get_submodule(name), part) for name, part in watched.items()]
     try:
+        for module, part in modules:
+            vars(module)["forward"] = account.timed(part, module.forward)
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        for module, _ in modules:
+            vars(module).pop("forward", None)
+
+
+class _WatchedAttention:
+    """A back end whose plans' work is timed: storing, reading, computing."""
+
+    def __init__(self, backend: AttentionBackend, account: _Account) -> None:
+        self.name = backend.name
+        self._backend = backend
+        self._account = account
+
+    def plan(self, batch: PackedBatch, pool: KVPool, num_heads: int) -> AttentionPlan:
+        return _WatchedPlan(self._backend.plan(batch, pool, num_heads), self._account)
+
+
+class _WatchedPlan:
+    def __init__(self, plan: AttentionPlan, account: _Account) -> None:
+        self.store = account.timed("attention", plan.store)
+        self.attend = account.timed("attention", plan.attend)
 
 
 @contextmanager
-def _watched_attention(account: _Account) -> Iterator[None]:
-    """Everything between a layer's K and V and its attention's output: storing, reading, computing."""
-    original: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[INTERFACE_NAME]
-
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        account.start("attention")
-        result = original(*args, **kwargs)
-        account.stop("attention")
-        return result
-
-    ALL_ATTENTION_FUNCTIONS.register(INTERFACE_NAME, timed)
+def _watched_attention(runner: ModelRunner, account: _Account) -> Iterator[None]:
+    original = runner.attention
+    runner.attention = _WatchedAttention(original, account)
     try:
         yield
     finally:
-        ALL_ATTENTION_FUNCTIONS.register(INTERFACE_NAME, original)
+        runner.attention = original

@@ -55,7 +55,6 @@ class ForwardContext:
     """Travels through the model's forward as keyword argument `paged_context`."""
 
     batch: PackedBatch
-    pool: KVPool
     plan: AttentionPlan
     on_layer: Callable[[], None]
     layers_called: list[int] = field(default_factory=list)
@@ -92,13 +91,29 @@ def paged_attention(
     layer = module.layer_idx
     if not isinstance(layer, int):
         raise ValueError("the model's attention does not know its layer")
-    paged_context.layers_called.append(layer)
-    paged_context.on_layer()
-    num_rows, num_tokens = query.shape[2], paged_context.batch.num_tokens
-    plan = paged_context.plan
-    plan.store(key[0].transpose(0, 1)[:num_tokens], value[0].transpose(0, 1)[:num_tokens], layer)
     spec = AttentionSpec(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling, softcap=softcap, window=sliding_window
     )
-    output = plan.attend(query[0].transpose(0, 1)[:num_tokens], layer, spec)
-    return fill_up(output, num_rows).unsqueeze(0), None
+    heads_last = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    return attend_in_pool(paged_context, layer, spec, *heads_last).unsqueeze(0), None
+
+
+def attend_in_pool(
+    context: ForwardContext,
+    layer: int,
+    spec: AttentionSpec,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> torch.Tensor:
+    """One layer's attention: `query` and the result are `[rows, heads, head_dim]`, `key` and `value` have KV heads.
+
+    Rows after the batch's last token are filled up.
+    """
+    context.layers_called.append(layer)
+    context.on_layer()
+    num_rows, num_tokens = query.shape[0], context.batch.num_tokens
+    if num_rows > num_tokens:
+        query, key, value = query[:num_tokens], key[:num_tokens], value[:num_tokens]
+    context.plan.store(key, value, layer)
+    return fill_up(context.plan.attend(query, layer, spec), num_rows)

@@ -24,6 +24,9 @@ from splitserve.engine.torch_attention import TorchAttention
 # Query rows of one item: they share each tile that is turned into float32, and their sums stay in the cache.
 ROWS_PER_ITEM = 192
 
+# Rows of a layer's kernels that one thread takes at least: below, waking another takes longer than the rows.
+_ROWS_PER_THREAD = 32
+
 _LOG2_E = float(np.log2(np.e))
 
 
@@ -55,6 +58,15 @@ class CpuAttention:
         kept = [array for array in self._scratch if array.size >= size]
         self._scratch = kept + [np.empty(size, np.float32) for _ in range(num_parts - len(kept))]
         return self._scratch[:num_parts]
+
+    def run_rows(self, kernel: Callable[..., None], elements: np.ndarray, num_rows: int, *arguments: float) -> None:
+        """Calls one of `kernels.layers` for the rows 0 to `num_rows - 1`, in as many parts as pay."""
+        num_parts = min(self.num_threads, num_rows // _ROWS_PER_THREAD)
+        if num_parts < 2:
+            kernel(elements, 0, num_rows, *arguments)
+            return
+        ends = [num_rows * part // num_parts for part in range(num_parts + 1)]
+        self.run([partial(kernel, elements, *ends[part : part + 2], *arguments) for part in range(num_parts)])
 
     def run(self, calls: Sequence[Callable[[], None]]) -> None:
         """Makes the calls, side by side if there are several, and raises what one of them raised. The caller makes the
@@ -94,9 +106,9 @@ class CpuAttentionPlan:
         parts = divide(make_items(batch, geometry, backend.num_threads), backend.num_threads)
         self._items = np.array([item for part in parts for item in part], np.int64)
         ends = np.cumsum([len(part) for part in parts]).tolist()
-        self._ranges = list(zip([0, *ends[:-1]], ends, strict=True))
         most_rows = max(item.num_tokens * item.num_heads for part in parts for item in part)
-        self._scratch = backend.scratch(len(parts), scratch_size(geometry, most_rows * geometry.heads_per_kv_head))
+        scratch = backend.scratch(len(parts), scratch_size(geometry, most_rows * geometry.heads_per_kv_head))
+        self._parts = list(zip([0, *ends[:-1]], ends, scratch, strict=True))
 
     def store(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
         key, value = self._readable(key), self._readable(value)
@@ -108,11 +120,12 @@ class CpuAttentionPlan:
         readable = self._readable(query)
         output = torch.empty(query.shape, dtype=self._dtype)
         common = (self._tables, self._pool, self._geometry, layer, *_softmax(spec), _rows(readable), _rows(output))
-        calls = [
-            partial(self._kernels.attend, self._items, first, last, *common, scratch)
-            for (first, last), scratch in zip(self._ranges, self._scratch, strict=True)
-        ]
-        self._backend.run(calls)
+        attend, items = self._kernels.attend, self._items
+        (first, last, scratch), *others = self._parts
+        if others:
+            self._backend.run([partial(attend, items, *part[:2], *common, part[2]) for part in self._parts])
+        else:
+            attend(items, first, last, *common, scratch)
         return output if output.dtype == query.dtype else output.to(query.dtype)
 
     def _readable(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 from splitserve.engine import selftest, support
 from splitserve.engine.attention import INTERFACE_NAME, AttentionBackend, register_paged_attention
 from splitserve.engine.cpu_attention import choose_attention
+from splitserve.engine.fusing import fuse_layers
 from splitserve.engine.layout import KVLayout
 from splitserve.engine.linear import LinearBackend, choose_linear
 from splitserve.engine.pool import DTYPES, KVPool
@@ -103,12 +104,14 @@ def load_runner(
     if known is None:
         progress(f"checking that {config.model_type} runs on paged attention")
         with times.part("self-test"):
-            _require_servable(maker, config, layout, trust)
+            _require_servable(maker, config, layout, linear, trust)
     progress(f"loading weights as {dtype}")
     with times.part("weights"):
         model = _load_weights(directory, config, dtype, device, trust)
     with times.part("packing"):
         linear.prepare(model)
+        layers = fuse_layers(model, attention, dtype)
+    progress(f"layers: {layers}")
     with times.part("self-test"):
         proof = _proof(maker, model, layout, known, progress)
         proofs.remember(proof)
@@ -119,6 +122,7 @@ def load_runner(
         linear=linear.name,
         linear_reason=linear_reason,
         attention=attention.name,
+        layers=layers,
         weights=WeightBytes.of(model),
         pool_nbytes=num_blocks * layout.block_nbytes,
         seconds=times.seconds,
@@ -126,8 +130,10 @@ def load_runner(
     return runner
 
 
-def _require_servable(maker: _RunnerMaker, config: Any, layout: KVLayout, trust: Trust) -> None:
+def _require_servable(maker: _RunnerMaker, config: Any, layout: KVLayout, linear: LinearBackend, trust: Trust) -> None:
     copy = _random_copy(config, trust).to(maker.device)
+    linear.prepare(copy)
+    fuse_layers(copy, maker.attention, "float32")
     copy_layout = replace(layout, num_layers=copy.config.num_hidden_layers, dtype="float32")
     runner = maker.make_for_test(copy, copy_layout)
     selftest.require_equal_to_eager(runner, copy, "a random copy of two layers")

@@ -84,4 +84,6 @@ def fill_up(rows: torch.Tensor, count: int) -> torch.Tensor:
     missing = count - rows.shape[0]
     if missing <= 0 or rows.shape[0] == 0:
         return rows
+    if rows.shape[0] == 1:
+        return rows.expand(count, *rows.shape[1:])
     return torch.cat([rows, rows[-1:].expand(missing, *rows.shape[1:])])

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from splitserve.engine.fusing import Fusion
 from splitserve.engine.linear import PackedLinear
 
 
@@ -52,11 +53,12 @@ class WeightBytes:
 @dataclass(frozen=True)
 class LoadReport:
     """`linear` and `attention` name the back ends that compute; `linear_reason` says why the linear layers are not
-    packed, where they are not."""
+    packed, where they are not; `layers` how many decoder layers are fused."""
 
     linear: str = ""
     linear_reason: str = ""
     attention: str = ""
+    layers: Fusion = field(default_factory=Fusion)
     weights: WeightBytes = field(default_factory=lambda: WeightBytes(0, 0))
     pool_nbytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)

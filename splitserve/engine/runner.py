@@ -36,6 +36,7 @@ class ModelRunner:
         """`min_rows`: a batch of fewer tokens is filled up with copies of its last one, which nothing reads."""
         self.layout = pool.layout
         self.pool = pool
+        self.attention = attention
         self.vocab_size: int = model.config.vocab_size
         self.max_model_len = max_model_len
         self.num_forwards = 0
@@ -44,7 +45,6 @@ class ModelRunner:
         self.report = LoadReport()
         self.on_layer: Callable[[], None] = _nothing
         self._model = model
-        self._attention = attention
         self._num_heads = num_heads
         self._min_rows = min_rows
         self._device = pool.tensor.device
@@ -79,8 +79,8 @@ class ModelRunner:
         return logits[: len(batch.logit_rows)].float()
 
     def _forward(self, batch: PackedBatch) -> torch.Tensor:
-        plan = self._attention.plan(batch, self.pool, self._num_heads)
-        context = ForwardContext(batch, self.pool, plan, self.on_layer)
+        plan = self.attention.plan(batch, self.pool, self._num_heads)
+        context = ForwardContext(batch, plan, self.on_layer)
         logit_rows = torch.tensor(batch.logit_rows, dtype=torch.int64, device=self._device)
         self.num_forwards += 1
         output = self._model(

@@ -122,6 +122,7 @@ def ready_report(context: EngineContext) -> messages.Ready:
         recompute_exact=runner.recompute_exact,
         linear=made.linear,
         attention=made.attention,
+        layers=str(made.layers),
         memory=messages.Memory(made.weights.plain, made.weights.packed, made.pool_nbytes),
         startup=context.startup,
     )

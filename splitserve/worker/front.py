@@ -252,7 +252,8 @@ def _details(ready: messages.Ready) -> str:
     memory = ready.memory
     sizes = {"weights": memory.weights, "packed weights": memory.packed_weights, "KV pool": memory.kv_pool}
     in_mib = ", ".join(f"{what} {nbytes / (1 << 20):,.0f}" for what, nbytes in sizes.items())
-    return f"memory in MiB: {in_mib}; linear layers by {ready.linear}, attention by {ready.attention}"
+    backends = f"linear layers by {ready.linear}, attention by {ready.attention}, layers {ready.layers}"
+    return f"memory in MiB: {in_mib}; {backends}"
 
 
 def _host_id() -> str:

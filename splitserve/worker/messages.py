@@ -170,6 +170,7 @@ class Ready(Message, frozen=True):
     recompute_exact: bool
     linear: str
     attention: str
+    layers: str
     memory: Memory
     startup: dict[str, float]
 

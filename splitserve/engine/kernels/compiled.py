@@ -21,7 +21,7 @@ from llvmlite import binding
 from numba import njit
 from numba.core.event import Listener, install_listener
 
-from splitserve.engine.kernels import attention, paging
+from splitserve.engine.kernels import attention, layers, paging
 
 Progress = Callable[[str], None]
 
@@ -31,10 +31,19 @@ _ELEMENTS = {"bfloat16": np.uint16, "float32": np.float32}
 
 @dataclass(frozen=True)
 class Kernels:
-    """`attention.attend` and `paging.store_tokens` for one dtype of pool, query and output."""
+    """`attention.attend`, `paging.store_tokens` and all of `layers` for one dtype of model and pool.
 
+    `elements` is some array of that dtype: kernels that are given addresses alone learn from it what lies there.
+    """
+
+    elements: np.ndarray
     attend: Callable[..., None]
     store_tokens: Callable[..., None]
+    normalize_rows: Callable[..., None]
+    add_and_normalize_rows: Callable[..., None]
+    normalize_heads: Callable[..., None]
+    rotate_heads: Callable[..., None]
+    gate_rows: Callable[..., None]
 
 
 _compiled: dict[str, Kernels] = {}
@@ -101,9 +110,16 @@ def _compile(dtype: str, *, is_cached: bool) -> Kernels:
     number = np.float32(1)
     attend = (items, 0, 1, tables, pool, geometry, 0, number, number, 1, rows, rows, scratch)
     store_tokens = (pool, geometry, 0, positions, positions, rows, rows)
+    # Numbers of rows, sizes and addresses are integers; of a norm there is an epsilon.
     return Kernels(
+        elements=pool,
         attend=_compile_one(attention.attend, attend, is_cached),
         store_tokens=_compile_one(paging.store_tokens, store_tokens, is_cached),
+        normalize_rows=_compile_one(layers.normalize_rows, (pool, 0, 1, 0, 0, 0, 1, 0.0), is_cached),
+        add_and_normalize_rows=_compile_one(layers.add_and_normalize_rows, (pool, 0, 1, 0, 0, 0, 0, 1, 0.0), is_cached),
+        normalize_heads=_compile_one(layers.normalize_heads, (pool, 0, 1, 0, 1, 0, 1, 1, 0.0), is_cached),
+        rotate_heads=_compile_one(layers.rotate_heads, (pool, 0, 1, 0, 1, 1, 1, 0, 0), is_cached),
+        gate_rows=_compile_one(layers.gate_rows, (pool, 0, 1, 0, 0, 1), is_cached),
     )
 
 

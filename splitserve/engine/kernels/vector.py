@@ -1,6 +1,6 @@
 """Vectors of sixteen float32 values as numba values, for kernels that say themselves which lanes do what.
 
-Called by the attention kernels; the `emit_*` functions, which write LLVM instructions, also by `blocks`. numba turns
+Called by the other kernels; the `emit_*` functions, which write LLVM instructions, also by `blocks`. numba turns
 loops over scalars into vector code as it sees fit; here every addition has its place, because a result must be the same
 bits whichever loop computed it. So a multiply-add is always one fused operation, nothing is reassociated, and LLVM
 splits the vectors where the processor has shorter ones.
@@ -65,7 +65,11 @@ def emit_load(context: Any, builder: Any, array_type: Any, array: Any, index: An
     pointer = emit_pointer(context, builder, array_type, array, index)
     if array_type.dtype == types.float32:
         return builder.load(builder.bitcast(pointer, FLOATS.as_pointer()), align=4)
-    halves = builder.load(builder.bitcast(pointer, _HALVES.as_pointer()), align=2)
+    return _emit_wide(builder, builder.load(builder.bitcast(pointer, _HALVES.as_pointer()), align=2))
+
+
+def _emit_wide(builder: Any, halves: Any) -> Any:
+    """The float32 values of sixteen bfloat16 ones, given as their bits."""
     return builder.bitcast(builder.shl(builder.zext(halves, _INTS), ir.Constant(_INTS, [16] * LANES)), FLOATS)
 
 
@@ -106,6 +110,18 @@ def store(typing: Any, array: Any, index: Any, vector: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(array, types.intp, VECTOR), generate
+
+
+@intrinsic
+def as_stored(typing: Any, array: Any, vector: Any) -> Any:
+    """The vector that `load` would find after `store`: rounded where the array is bfloat16."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if signature.args[0].dtype == types.float32:
+            return arguments[1]
+        return _emit_wide(builder, _emit_bfloat16(builder, arguments[1], _INTS, _HALVES))
+
+    return VECTOR(array, VECTOR), generate
 
 
 @intrinsic
@@ -205,6 +221,14 @@ def keep_lanes(typing: Any, vector: Any, first: Any, last: Any, otherwise: Any) 
     return VECTOR(VECTOR, types.int64, types.int64, types.float32), generate
 
 
+@intrinsic
+def first_lane(typing: Any, vector: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.extract_element(arguments[0], ir.Constant(_INT, 0))
+
+    return types.float32(VECTOR), generate
+
+
 def _horizontal(name: str, emit: Callable[[Any, Any, Any], Any]) -> Any:
     """Combines lane i with i + 8, then i + 4, i + 2, i + 1: one order, always."""
 
@@ -251,6 +275,21 @@ def emit_power_of_two(builder: Any, exponent: Any) -> Any:
 def power_of_two(typing: Any, vector: Any) -> Any:
     """`2 ** x` for x up to 0, to 1e-7 of its value; exactly 1 at 0 and exactly 0 below -126."""
     return VECTOR(VECTOR), lambda context, builder, signature, arguments: emit_power_of_two(builder, arguments[0])
+
+
+@intrinsic
+def sigmoid(typing: Any, vector: Any) -> Any:
+    """`1 / (1 + exp(-x))`, to 1e-6 of its value where that is above 1e-37, below it 0."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        (value,) = arguments
+        one = _constant(1.0)
+        size = emit_call(builder, "fabs", [value])
+        power = emit_power_of_two(builder, builder.fmul(size, _constant(float(np.float32(-1.0 / np.log(2.0))))))
+        is_positive = builder.fcmp_ordered(">", value, _constant(0.0))
+        return builder.fdiv(builder.select(is_positive, one, power), builder.fadd(one, power))
+
+    return VECTOR(VECTOR), generate
 
 
 @intrinsic
