@@ -23,6 +23,10 @@ _SCALES = (1.0, 1e-3, 30.0, 1.0, 1e-2, 1e3, 1.0)
 _TOLERANCE = {torch.bfloat16: 0.02, torch.float32: 2e-5}
 
 
+# What a model of another structure answers when it is taken for one of this.
+_NOT_OF_THIS_FORM = (ValueError, TypeError, RuntimeError, AttributeError, KeyError)
+
+
 @dataclass(frozen=True)
 class Fusion:
     """How many of a model's decoder layers are fused, and why not the first of the others."""
@@ -45,28 +49,45 @@ def fuse_layers(model: Any, attention: AttentionBackend, dtype: str) -> Fusion:
     if not isinstance(layers, nn.ModuleList):
         return Fusion(0, num_layers, "the model has no list of layers")
     num_fused, reasons = 0, []
+    try:
+        inputs = _TrialInputs.of(model)
+    except _NOT_OF_THIS_FORM as error:
+        return Fusion(0, num_layers, str(error))
     for index, layer in enumerate(layers):
         try:
-            layers[index] = _fused(model, layer, attention, dtype)
+            layers[index] = _fused(layer, inputs, attention, dtype)
             num_fused += 1
-        except (ValueError, TypeError, RuntimeError, AttributeError, KeyError) as error:
+        except _NOT_OF_THIS_FORM as error:
             reasons.append(f"layer {index}: {error}")
     return Fusion(num_fused, num_layers, reasons[0] if reasons else "")
 
 
-def _fused(model: Any, layer: nn.Module, attention: CpuAttention, dtype: str) -> FusedDecoderLayer:
+@dataclass(frozen=True)
+class _TrialInputs:
+    """What every layer of a model is tried with."""
+
+    rows: torch.Tensor  # [1, rows, hidden_size]
+    positions: torch.Tensor  # [1, rows]
+    embeddings: Any
+    head_dim: int
+
+    @classmethod
+    def of(cls, model: Any) -> "_TrialInputs":
+        _, _, head_dim = support.attention_shape(model.config)
+        rows, positions = _rows(model), _positions(model)
+        return cls(rows, positions, model.base_model.rotary_emb(rows, position_ids=positions), head_dim)
+
+
+def _fused(layer: nn.Module, inputs: _TrialInputs, attention: CpuAttention, dtype: str) -> FusedDecoderLayer:
     """ValueError if there is no fused form, or it computes something else; other errors if `layer` does not run so."""
-    _, _, head_dim = support.attention_shape(model.config)
-    rows, positions = _rows(model), _positions(model)
-    embeddings = model.base_model.rotary_emb(rows, position_ids=positions)
-    expected = _Trial(layer, rows, positions, embeddings)
-    fused = FusedDecoderLayer(layer, expected.spec, head_dim, attention, dtype)
-    actual = _Trial(fused, rows, positions, embeddings)
+    expected = _Trial(layer, inputs)
+    fused = FusedDecoderLayer(layer, expected.spec, inputs.head_dim, attention, dtype)
+    actual = _Trial(fused, inputs)
     if actual.spec is not expected.spec:
         raise ValueError("rows or rotary embeddings of another form")
     for name, theirs in expected.tensors.items():
         distance = _distance(actual.tensors[name], theirs)
-        if not distance <= _TOLERANCE[rows.dtype]:  # NaN fails too
+        if not distance <= _TOLERANCE[inputs.rows.dtype]:  # NaN fails too
             raise ValueError(f"the fused {name} differs by {distance:.2g} of its size")
     return fused
 
@@ -76,14 +97,14 @@ class _Trial:
 
     spec: AttentionSpec
 
-    def __init__(self, layer: nn.Module, rows: torch.Tensor, positions: torch.Tensor, embeddings: Any) -> None:
+    def __init__(self, layer: nn.Module, inputs: _TrialInputs) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        batch = pack([Segment([0] * len(_SCALES), 0, [0], wants_logits=False)], len(_SCALES), rows.device)
+        batch = pack([Segment([0] * len(_SCALES), 0, [0], wants_logits=False)], len(_SCALES), inputs.rows.device)
         output = layer(
-            rows.clone(),
+            inputs.rows.clone(),
             attention_mask=None,
-            position_ids=positions,
-            position_embeddings=embeddings,
+            position_ids=inputs.positions,
+            position_embeddings=inputs.embeddings,
             cache=None,
             use_cache=False,
             paged_context=ForwardContext(batch, self, lambda: None),

@@ -35,7 +35,7 @@ class TorchLinear:
     name = "torch"
 
     def prepare(self, model: nn.Module) -> None:
-        _linear_layers(model)
+        _require_linear_layers(model)
 
 
 class PackedLinears:
@@ -47,11 +47,11 @@ class PackedLinears:
 
     @torch.inference_mode()
     def prepare(self, model: nn.Module) -> None:
-        _linear_layers(model)
+        _require_linear_layers(model)
         for parent in list(model.modules()):
             for names in _SIBLINGS:
                 _merge(parent, names)
-        for parent, name, layer in _linear_layers(model, may_be_none=True):
+        for parent, name, layer in _linear_layers(model):
             setattr(parent, name, PackedLinear.of(layer))
 
 
@@ -162,14 +162,16 @@ def _merge(parent: nn.Module, names: Sequence[str]) -> None:
         setattr(parent, name, MergedLinear(merged, index, layer))
 
 
-def _linear_layers(model: nn.Module, *, may_be_none: bool = False) -> list[tuple[nn.Module, str, nn.Linear]]:
+def _require_linear_layers(model: nn.Module) -> None:
+    if not _linear_layers(model):
+        raise ValueError("the model has no linear layers")
+
+
+def _linear_layers(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
     """(parent, name, layer) of every `nn.Linear`; subclasses compute something else and are not among them."""
-    found = [
+    return [
         (parent, name, layer)
         for parent in model.modules()
         for name, layer in parent.named_children()
         if type(layer) is nn.Linear
     ]
-    if not found and not may_be_none:
-        raise ValueError("the model has no linear layers")
-    return found

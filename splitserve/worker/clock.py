@@ -11,9 +11,8 @@ import struct
 import time
 from typing import NamedTuple
 
-_WORDS = struct.Struct(
-    "<QQQ"
-)  # finished steps, last progress of the running step (ns, 0 = idle), last sign of life (ns)
+# Finished steps, last progress of the running step (ns, 0 = idle), last sign of life (ns).
+_WORDS = struct.Struct("<QQQ")
 
 
 class Signs(NamedTuple):

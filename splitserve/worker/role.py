@@ -1,5 +1,6 @@
 """What the engines of both roles have in common: their parts, their books, and the words for refusing and ending."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import structlog
@@ -13,7 +14,7 @@ from splitserve.worker.engine_setup import EngineContext
 log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 
-class EngineBase:
+class EngineBase(ABC):
     """Owns the allocator; everything runs on the engine thread."""
 
     def __init__(self, context: EngineContext) -> None:
@@ -26,9 +27,9 @@ class EngineBase:
         self._allocator = BlockAllocator(context.runner.pool.num_blocks)
         self._last_load: messages.Load | None = None
 
+    @abstractmethod
     def load(self) -> messages.Load:
         """What the engine holds and has to do at this moment."""
-        raise NotImplementedError
 
     def report_load(self) -> None:
         """Publishes the load unless the last one published was the same: what routers have heard is what holds."""

@@ -8,7 +8,7 @@ import pytest
 
 from splitserve.service.errors import InvalidRequest, NotFound
 from tests.cluster.harness import Cluster
-from tests.cluster.test_exact import prompt_of
+from tests.cluster.test_exact import BLOCK_NBYTES, prompt_of
 from tests.tiny_models import VOCAB_SIZE
 
 pytestmark = pytest.mark.cluster
@@ -90,11 +90,10 @@ def test_context_is_passed(pair: Cluster) -> None:
 @pytest.fixture(scope="module")
 def uneven(tiny: Tiny) -> Iterator[Cluster]:
     """Prefill holds 10 blocks of 16 tokens, decode 12."""
-    block_nbytes = 2 * 2 * 2 * 16 * 16 * 4
     cluster = Cluster(
         tiny("llama"),
-        prefill_flags={"kv_cache_memory": 10 * block_nbytes},
-        decode_flags={"kv_cache_memory": 12 * block_nbytes},
+        prefill_flags={"kv_cache_memory": 10 * BLOCK_NBYTES},
+        decode_flags={"kv_cache_memory": 12 * BLOCK_NBYTES},
     )
     yield cluster
     cluster.close()

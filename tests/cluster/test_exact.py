@@ -14,6 +14,7 @@ from tests.tiny_models import VOCAB_SIZE
 pytestmark = pytest.mark.cluster
 
 B = 16
+BLOCK_NBYTES = 2 * 2 * 2 * B * 16 * 4  # layers, K and V, KV heads, tokens, head size, float32
 LENGTHS = [1, B - 1, B, B + 1, 2 * B, 48, 49, 200]
 
 Tiny = Callable[[str], Path]
@@ -55,8 +56,7 @@ def test_decode_recomputes_instead_of_receiving(pair: Cluster) -> None:
     sent, received = pair.kv_bytes()
     outputs(pair, [prompt_of(length, seed=100) for length in LENGTHS], 4)  # nothing of these is cached
     pair.wait_drained()
-    block_nbytes = 2 * 2 * 2 * B * 16 * 4  # layers, K and V, KV heads, tokens, head size, float32
-    expected = sum(-(-length // B) for length in LENGTHS) * block_nbytes
+    expected = sum(-(-length // B) for length in LENGTHS) * BLOCK_NBYTES
     now_sent, now_received = pair.kv_bytes()
     assert (now_sent - sent, now_received - received) == (expected, expected)
 

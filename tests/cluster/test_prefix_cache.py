@@ -9,13 +9,12 @@ import pytest
 
 from splitserve.client.types import Generation
 from tests.cluster.harness import Cluster
-from tests.cluster.test_exact import B, prompt_of
+from tests.cluster.test_exact import BLOCK_NBYTES, B, prompt_of
 from tests.reference import greedy
 
 pytestmark = pytest.mark.cluster
 
 Tiny = Callable[[str], Path]
-BLOCK_NBYTES = 2 * 2 * 2 * B * 16 * 4  # layers, K and V, KV heads, tokens, head size, float32
 
 
 def ask(cluster: Cluster, prompt: list[int], max_tokens: int = 4) -> Generation:

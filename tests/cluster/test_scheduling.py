@@ -9,14 +9,13 @@ import pytest
 
 from splitserve.service.errors import InvalidRequest
 from tests.cluster.harness import Cluster, wait_for
-from tests.cluster.test_exact import B, outputs, prompt_of
+from tests.cluster.test_exact import BLOCK_NBYTES, B, outputs, prompt_of
 from tests.reference import greedy
 
 pytestmark = pytest.mark.cluster
 
 Tiny = Callable[[str], Path]
 
-BLOCK_NBYTES = 2 * 2 * 2 * B * 16 * 4  # layers, K and V, KV heads, tokens, head size, float32
 CONTEXT = 6 * B
 
 
