@@ -24,6 +24,7 @@ from splitserve.models.description import ModelDescription
 from splitserve.models.locate import locate_model
 from splitserve.models.progress import progress_bar
 from splitserve.service.errors import InvalidRequest
+from splitserve.service.huge_pages import huge_page_nbytes
 
 Say = Callable[[str], None]
 
@@ -73,6 +74,7 @@ def run_engine_bench(settings: EngineSettings, say: Say) -> tuple[Report, list[E
         "layers": str(runner.report.layers),
         "recompute_exact": runner.recompute_exact,
         "peak_memory_gib": round(_peak_memory() / 2**30, 2),
+        "huge_pages_gib": round(huge_page_nbytes() / 2**30, 2),
     }
     return make_report("engine", args, [asdict(row) for row in rows], device=device), rows
 

@@ -58,6 +58,21 @@ class ForwardContext:
     plan: AttentionPlan
     on_layer: Callable[[], None]
     layers_called: list[int] = field(default_factory=list)
+    rows_in_use: dict[int, torch.Tensor] = field(default_factory=dict)
+    fitting_embeddings: object = None  # those that a fused layer has looked at; the others get the same
+
+    def rows(self, like: torch.Tensor, width: int) -> torch.Tensor:
+        """`[1, rows, width]` with the rows, dtype and device of `like`: the same memory each time in this forward, for
+        what is read before the next is asked for."""
+        found = self.rows_in_use.get(width)
+        if found is None:
+            found = self.rows_in_use[width] = like.new_empty((1, like.shape[1], width))
+        return found
+
+    def enter(self, layer: int) -> None:
+        """Called once for each layer's attention, in order."""
+        self.layers_called.append(layer)
+        self.on_layer()
 
 
 def register_paged_attention() -> None:
@@ -95,6 +110,7 @@ def paged_attention(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling, softcap=softcap, window=sliding_window
     )
     heads_last = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    paged_context.enter(layer)
     return attend_in_pool(paged_context, layer, spec, *heads_last).unsqueeze(0), None
 
 
@@ -110,8 +126,6 @@ def attend_in_pool(
 
     Rows after the batch's last token are filled up.
     """
-    context.layers_called.append(layer)
-    context.on_layer()
     num_rows, num_tokens = query.shape[0], context.batch.num_tokens
     if num_rows > num_tokens:
         query, key, value = query[:num_tokens], key[:num_tokens], value[:num_tokens]

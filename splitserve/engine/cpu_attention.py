@@ -15,7 +15,7 @@ import torch
 from splitserve.engine.attention import AttentionSpec
 from splitserve.engine.kernels.attention import NO_WINDOW, Item
 from splitserve.engine.kernels.compiled import Kernels, Progress, load_kernels
-from splitserve.engine.kernels.paging import Geometry, RowsArgument, make_geometry
+from splitserve.engine.kernels.paging import Geometry, make_geometry
 from splitserve.engine.kernels.tiles import Softmax, scratch_size
 from splitserve.engine.packing import PackedBatch
 from splitserve.engine.pool import DTYPES, KVPool
@@ -61,10 +61,10 @@ class CpuAttention:
 
     def run_rows(self, kernel: Callable[..., None], elements: np.ndarray, num_rows: int, *arguments: float) -> None:
         """Calls one of `kernels.layers` for the rows 0 to `num_rows - 1`, in as many parts as pay."""
-        num_parts = min(self.num_threads, num_rows // _ROWS_PER_THREAD)
-        if num_parts < 2:
+        if self._threads is None or num_rows < 2 * _ROWS_PER_THREAD:
             kernel(elements, 0, num_rows, *arguments)
             return
+        num_parts = min(self.num_threads, num_rows // _ROWS_PER_THREAD)
         ends = [num_rows * part // num_parts for part in range(num_parts + 1)]
         self.run([partial(kernel, elements, *ends[part : part + 2], *arguments) for part in range(num_parts)])
 
@@ -98,8 +98,11 @@ class CpuAttentionPlan:
     ) -> None:
         self._backend = backend
         self._kernels = kernels
-        self._geometry = tuple(geometry)
+        self._sizes = np.array(geometry)
         self._dtype = DTYPES[pool.layout.dtype]
+        key_width = geometry.num_kv_heads * geometry.head_dim
+        query_width = key_width * geometry.heads_per_kv_head
+        self._widths = geometry.head_dim, query_width, key_width, self._dtype.itemsize
         self._pool = _elements(pool.tensor.flatten())
         self._blocks, self._offsets = batch.slot_blocks.numpy(), batch.slot_offsets.numpy()
         self._tables = np.array([block for segment in batch.segments for block in segment.block_table], np.int32)
@@ -109,24 +112,44 @@ class CpuAttentionPlan:
         most_rows = max(item.num_tokens * item.num_heads for part in parts for item in part)
         scratch = backend.scratch(len(parts), scratch_size(geometry, most_rows * geometry.heads_per_kv_head))
         self._parts = list(zip([0, *ends[:-1]], ends, scratch, strict=True))
+        self._merged_output: torch.Tensor | None = None
 
     def store(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
         key, value = self._readable(key), self._readable(value)
-        self._kernels.store_tokens(
-            self._pool, self._geometry, layer, self._blocks, self._offsets, _rows(key), _rows(value)
-        )
+        self._store(layer, *_rows(key), *_rows(value))
 
     def attend(self, query: torch.Tensor, layer: int, spec: AttentionSpec) -> torch.Tensor:
         readable = self._readable(query)
         output = torch.empty(query.shape, dtype=self._dtype)
-        common = (self._tables, self._pool, self._geometry, layer, *_softmax(spec), _rows(readable), _rows(output))
+        self._attend(layer, spec, *_rows(readable), output.data_ptr())
+        return output if output.dtype == query.dtype else output.to(query.dtype)
+
+    def attend_merged(self, qkv: torch.Tensor, layer: int, spec: AttentionSpec) -> torch.Tensor:
+        """Stores, then attends: `qkv` is `[1, rows, width]` of the pool's dtype, contiguous, each row the heads of
+        query, key and value. The result, `[1, rows, heads * head_dim]`, lasts until the next layer's; rows after the
+        batch's last token are 0 there.
+        """
+        _, num_rows, width = qkv.shape
+        head_dim, query_width, key_width, itemsize = self._widths
+        if self._merged_output is None:
+            self._merged_output = torch.zeros((1, num_rows, query_width), dtype=self._dtype)
+        query = qkv.data_ptr()
+        key = query + query_width * itemsize
+        self._store(layer, key, width, head_dim, key + key_width * itemsize, width, head_dim)
+        self._attend(layer, spec, query, width, head_dim, self._merged_output.data_ptr())
+        return self._merged_output
+
+    def _store(self, layer: int, *rows: int) -> None:
+        self._kernels.store_tokens(self._pool, self._sizes, layer, self._blocks, self._offsets, *rows)
+
+    def _attend(self, layer: int, spec: AttentionSpec, *rows: int) -> None:
+        common = (self._tables, self._pool, self._sizes, layer, *_softmax(spec), *rows)
         attend, items = self._kernels.attend, self._items
         (first, last, scratch), *others = self._parts
         if others:
             self._backend.run([partial(attend, items, *part[:2], *common, part[2]) for part in self._parts])
         else:
             attend(items, first, last, *common, scratch)
-        return output if output.dtype == query.dtype else output.to(query.dtype)
 
     def _readable(self, tensor: torch.Tensor) -> torch.Tensor:
         """`[tokens, heads, head_dim]` of the pool's dtype with contiguous heads; mostly that is `tensor` itself."""
@@ -181,8 +204,8 @@ def _softmax(spec: AttentionSpec) -> Softmax:
     return Softmax(np.float32(spec.scaling * _LOG2_E), np.float32(0.0), window)
 
 
-def _rows(tensor: torch.Tensor) -> RowsArgument:
-    """For a kernel that runs while the caller holds `tensor`."""
+def _rows(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Address and strides, for a kernel that runs while the caller holds `tensor`."""
     return tensor.data_ptr(), tensor.stride(0), tensor.stride(1)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from splitserve.engine.attention import AttentionSpec, ForwardContext, attend_in_pool
-from splitserve.engine.cpu_attention import CpuAttention
+from splitserve.engine.cpu_attention import CpuAttention, CpuAttentionPlan
 from splitserve.engine.linear import MergedLinear, PackedLinear
 from splitserve.engine.pool import DTYPES
 
@@ -34,9 +34,8 @@ class FusedNorm(nn.Module):
         self._normalize = partial(backend.run_rows, kernels.normalize_rows, kernels.elements)
         self._add_and_normalize = partial(backend.run_rows, kernels.add_and_normalize_rows, kernels.elements)
 
-    def forward(self, rows: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """`[1, rows, width]`, contiguous; `residual` is added to `rows` in place."""
-        results = torch.empty_like(rows)
+    def forward(self, rows: torch.Tensor, results: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """`results`, as `rows` `[1, rows, width]` and contiguous; `residual` is added to `rows` in place."""
         count, source, target = rows.shape[1], rows.data_ptr(), results.data_ptr()
         if residual is None:
             self._normalize(count, source, target, *self._rest)
@@ -94,23 +93,32 @@ class FusedDecoderLayer(nn.Module):
         **kwargs: Any,
     ) -> Any:
         """As the layer in whose place this is; that one computes whatever is no forward on the paged pool."""
-        if paged_context is None or not self._fits(hidden_states, position_embeddings):
+        if paged_context is None or not self._fits(hidden_states, position_embeddings, paged_context):
             own = {"position_embeddings": position_embeddings, "paged_context": paged_context}
             given = {name: value for name, value in own.items() if value is not None}
             return self._original[0](hidden_states, *args, **given, **kwargs)
         assert position_embeddings is not None
         parts = self._parts
-        qkv = parts.qkv.forward(parts.first_norm.forward(hidden_states))
+        normalized = paged_context.rows(hidden_states, hidden_states.shape[2])
+        qkv = parts.qkv.forward(parts.first_norm.forward(hidden_states, normalized))
         rows = parts.o_proj.forward(self._attend(qkv, *position_embeddings, paged_context))
-        gate_up = parts.gate_up.forward(parts.second_norm.forward(rows, hidden_states))
-        return parts.down_proj.forward(self._gate(gate_up)).add_(rows)
+        gate_up = parts.gate_up.forward(parts.second_norm.forward(rows, normalized, hidden_states))
+        return parts.down_proj.forward(self._gate(gate_up, paged_context)).add_(rows)
 
-    def _fits(self, rows: torch.Tensor, embeddings: tuple[torch.Tensor, torch.Tensor] | None) -> bool:
+    def _fits(
+        self, rows: torch.Tensor, embeddings: tuple[torch.Tensor, torch.Tensor] | None, context: ForwardContext
+    ) -> bool:
         """Whether all that kernels get the address of is as they take it to be."""
         if embeddings is None or rows.dtype != self._dtype or not rows.is_contiguous():
             return False
+        if context.fitting_embeddings is embeddings:
+            return True
         shape = (1, rows.shape[1], self._head_dim)
-        return all(each.dtype == self._dtype and each.shape == shape and each.is_contiguous() for each in embeddings)
+        for each in embeddings:
+            if each.dtype != self._dtype or each.shape != shape or not each.is_contiguous():
+                return False
+        context.fitting_embeddings = embeddings
+        return True
 
     def _attend(
         self, qkv: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, context: ForwardContext
@@ -124,14 +132,17 @@ class FusedDecoderLayer(nn.Module):
             at += number * head_dim * qkv.element_size()
         num_rotated = num_heads[0] + num_heads[1]
         self._rotate_heads(count, address, stride, num_rotated, head_dim, cosines.data_ptr(), sines.data_ptr())
+        layer, plan = self.self_attn.layer_idx, context.plan
+        context.enter(layer)
+        if isinstance(plan, CpuAttentionPlan):
+            return plan.attend_merged(qkv, layer, self._spec)
         heads = qkv.view(count, -1, head_dim).split_with_sizes(num_heads, 1)
-        output = attend_in_pool(context, self.self_attn.layer_idx, self._spec, *heads)
-        return output.reshape(1, count, -1)
+        return attend_in_pool(context, layer, self._spec, *heads).reshape(1, count, -1)
 
-    def _gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def _gate(self, gate_up: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """`[1, rows, width of the MLP]`."""
         _, count, width = gate_up.shape
-        gated = gate_up.new_empty((1, count, width // 2))
+        gated = context.rows(gate_up, width // 2)
         self._gate_rows(count, gate_up.data_ptr(), gated.data_ptr(), width // 2)
         return gated
 

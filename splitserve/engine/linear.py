@@ -64,6 +64,7 @@ class PackedLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         # Neither parameter nor buffer: nothing that moves or saves a model can handle this layout.
         self._packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _LAYOUT_ROWS)
+        self._compute = torch.ops.mkldnn._linear_pointwise.default  # found once: looking for it takes time in each call
 
     @classmethod
     def of(cls, layer: nn.Linear) -> "PackedLinear":
@@ -77,7 +78,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` to `[..., out_features]`, in the weight's dtype."""
-        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
+        result: torch.Tensor = self._compute(rows, self._packed, self.bias, "none", [], "")
         return result
 
     def extra_repr(self) -> str:

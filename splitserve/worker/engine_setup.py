@@ -22,6 +22,7 @@ from splitserve.engine.trust import Trust
 from splitserve.models.cache import cache_root
 from splitserve.models.description import ModelDescription
 from splitserve.models.locate import locate_model
+from splitserve.service.huge_pages import huge_page_nbytes
 from splitserve.service.startup import process_age_s
 from splitserve.worker import messages
 from splitserve.worker.config import WorkerConfig
@@ -123,7 +124,7 @@ def ready_report(context: EngineContext) -> messages.Ready:
         linear=made.linear,
         attention=made.attention,
         layers=str(made.layers),
-        memory=messages.Memory(made.weights.plain, made.weights.packed, made.pool_nbytes),
+        memory=messages.Memory(made.weights.plain, made.weights.packed, made.pool_nbytes, huge_page_nbytes()),
         startup=context.startup,
     )
 

@@ -18,6 +18,7 @@ import structlog
 from msgspec.structs import replace
 
 from splitserve.service.config import EXIT_CONFIG
+from splitserve.service.huge_pages import with_huge_pages
 from splitserve.service.lifecycle import StopRequest, first_of, run_loop
 from splitserve.service.logging import configure_logging
 from splitserve.service.startup import process_age_s, startup_line
@@ -68,7 +69,9 @@ class EngineProcess:
         fds = (theirs.fileno(), clock_fd)
         arguments = ["--link-fd", str(fds[0]), "--clock-fd", str(fds[1])]
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", f"{role.value}_worker.engine", *arguments, pass_fds=fds
+            *(sys.executable, "-P", "-m", f"{role.value}_worker.engine", *arguments),
+            pass_fds=fds,
+            env=with_huge_pages(os.environ),
         )
         theirs.close()
         clock = StepClock(clock_fd)
@@ -251,6 +254,7 @@ class Front:
 def _details(ready: messages.Ready) -> str:
     memory = ready.memory
     sizes = {"weights": memory.weights, "packed weights": memory.packed_weights, "KV pool": memory.kv_pool}
+    sizes |= {"in huge pages": memory.huge_pages}
     in_mib = ", ".join(f"{what} {nbytes / (1 << 20):,.0f}" for what, nbytes in sizes.items())
     backends = f"linear layers by {ready.linear}, attention by {ready.attention}, layers {ready.layers}"
     return f"memory in MiB: {in_mib}; {backends}"

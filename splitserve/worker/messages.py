@@ -145,11 +145,13 @@ class StartFailed(Message, frozen=True):
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """Bytes: `weights` as they are in the model's files, the linear layers' `packed_weights`, and the whole pool."""
+    """Bytes: `weights` as they are in the model's files, the linear layers' `packed_weights`, and the whole pool;
+    `huge_pages`: how much of the process lies in such when it becomes ready."""
 
     weights: int
     packed_weights: int
     kv_pool: int
+    huge_pages: int
 
 
 class Ready(Message, frozen=True):

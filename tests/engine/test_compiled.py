@@ -20,13 +20,15 @@ def _attend_nothing(
     last: Any,
     tables: Any,
     pool: Any,
-    geometry: Any,
+    sizes: Any,
     layer: Any,
     factor: Any,
     softcap: Any,
     window: Any,
-    query: Any,
-    output: Any,
+    queries: Any,
+    token_stride: Any,
+    head_stride: Any,
+    results: Any,
     scratch: Any,
 ) -> None:
     """Stands for the attention kernel, which takes ten times as long to compile as the other one."""
@@ -44,8 +46,8 @@ def _start(folder: Path | None, monkeypatch: pytest.MonkeyPatch, dtype: str = "f
     kernels = compiled.load_kernels(dtype, folder, said.append)
     pool = np.zeros(2 * 2 * 3, np.float32 if dtype == "float32" else np.uint16)
     rows = np.arange(1, 4).astype(pool.dtype)
-    slot, address = np.array([1]), (rows.ctypes.data, 3, 3)
-    kernels.store_tokens(pool, (1, 1, 1, 2, 3, 16), 0, slot - 1, slot, address, address)
+    slot, given = np.array([1]), (rows.ctypes.data, 3, 3)
+    kernels.store_tokens(pool, np.array([1, 1, 1, 2, 3, 16]), 0, slot - 1, slot, *given, *given)
     assert pool.tolist() == [0, 1, 0, 2, 0, 3, 0, 0, 0, 1, 2, 3]
     return said
 

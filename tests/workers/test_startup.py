@@ -48,7 +48,7 @@ def test_start_is_not_accounted_for(worker: "subprocess.Popen[str]") -> None:
     }
     assert total == pytest.approx(sum(shown.values()), abs=0.06 * len(shown)), told
     assert shown["other"] < 0.2 * total, told
-    assert "KV pool 4;" in told
+    assert "KV pool 4, in huge pages " in told
 
     port = int(re.findall(r'"http_port": (\d+)', lines[-1])[0])
     page = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30).read().decode()
@@ -56,7 +56,7 @@ def test_start_is_not_accounted_for(worker: "subprocess.Popen[str]") -> None:
     assert seconds.keys() >= PARTS
     assert 0.75 * total < sum(map(float, seconds.values())) <= total + 0.1
     nbytes = dict(re.findall(r'splitserve_memory_bytes\{kind="([^"]*)",model="[^"]*"\} (\S+)', page))
-    assert nbytes.keys() == {"weights", "packed_weights", "kv_pool"}
+    assert nbytes.keys() == {"weights", "packed_weights", "kv_pool", "huge_pages"}
     assert float(nbytes["kv_pool"]) <= 4 << 20
 
 

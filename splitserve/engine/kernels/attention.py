@@ -16,12 +16,9 @@ import numpy as np
 from splitserve.engine.kernels.paging import (
     TILE,
     Geometry,
-    GeometryArgument,
     Paged,
     Rows,
-    RowsArgument,
     as_geometry,
-    as_rows,
     ask_for,
     can_stay,
     inner,
@@ -32,6 +29,7 @@ from splitserve.engine.kernels.tiles import NEVER, ZERO, Places, Softmax, add_ti
 from splitserve.engine.kernels.vector import (
     LANES,
     add,
+    array_at,
     broadcast,
     divide,
     load,
@@ -112,19 +110,26 @@ def attend(
     last: int,
     tables: Any,
     pool: Any,
-    geometry_argument: GeometryArgument,
+    sizes: Any,
     layer: int,
     factor: np.float32,
     softcap: np.float32,
     window: int,
-    query_argument: RowsArgument,
-    output_argument: RowsArgument,
+    queries: int,
+    token_stride: int,
+    head_stride: int,
+    results: int,
     scratch: Any,
 ) -> None:
-    """Computes the items `first` to `last - 1`, rows of an int64 array with the columns of `Item`."""
-    geometry, softmax = as_geometry(geometry_argument), Softmax(factor, softcap, window)
+    """Computes the items `first` to `last - 1`, rows of an int64 array with the columns of `Item`.
+
+    `queries` and `results` are addresses, the strides those of the queries, as in `Rows`; results lie side by side.
+    """
+    geometry, softmax = as_geometry(sizes), Softmax(factor, softcap, window)
     paged = Paged(pool, tables, geometry, layer)
-    query, output = as_rows(query_argument, pool), as_rows(output_argument, pool)
+    query = Rows(array_at(pool, queries), token_stride, head_stride)
+    num_heads = geometry.num_kv_heads * geometry.heads_per_kv_head
+    output = Rows(array_at(pool, results), num_heads * geometry.head_dim, geometry.head_dim)
     for number in range(first, last):
         item = Item(
             items[number, 0], items[number, 1], items[number, 2], items[number, 3], items[number, 4], items[number, 5]

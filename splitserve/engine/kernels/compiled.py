@@ -104,12 +104,11 @@ class _Announcement(Listener):
 
 def _compile(dtype: str, *, is_cached: bool) -> Kernels:
     """Compiles for the types of example arguments; what is in them does not matter."""
-    pool, geometry, rows = np.zeros(1, _ELEMENTS[dtype]), tuple(paging.make_geometry(1, 1, 1, 1, 1)), (0, 1, 1)
-    positions, tables = np.zeros(1, np.int64), np.zeros(1, np.int32)
-    items, scratch = np.zeros((1, len(attention.Item._fields)), np.int64), np.zeros(1, np.float32)
-    number = np.float32(1)
-    attend = (items, 0, 1, tables, pool, geometry, 0, number, number, 1, rows, rows, scratch)
-    store_tokens = (pool, geometry, 0, positions, positions, rows, rows)
+    pool, integers = np.zeros(1, _ELEMENTS[dtype]), np.zeros(1, np.int64)
+    tables, scratch, number = np.zeros(1, np.int32), np.zeros(1, np.float32), np.float32(1)
+    items = np.zeros((1, len(attention.Item._fields)), np.int64)
+    attend = (items, 0, 1, tables, pool, integers, 0, number, number, 1, 0, 1, 1, 0, scratch)
+    store_tokens = (pool, integers, 0, integers, integers, 0, 1, 1, 0, 1, 1)
     # Numbers of rows, sizes and addresses are integers; of a norm there is an epsilon.
     return Kernels(
         elements=pool,

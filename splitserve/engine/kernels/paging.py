@@ -58,24 +58,15 @@ class Tile(NamedTuple):
     value_stride: int  # from one position to the next
 
 
-# How `Rows` and `Geometry` come from Python: plain tuples and addresses are the quickest to pass.
-RowsArgument = tuple[int, int, int]  # address, token_stride, head_stride
-GeometryArgument = tuple[int, int, int, int, int, int]
-
-
 def make_geometry(num_layers: int, num_kv_heads: int, num_heads: int, block_size: int, head_dim: int) -> Geometry:
     padded = -(-head_dim // LANES) * LANES
     return Geometry(num_layers, num_kv_heads, num_heads // num_kv_heads, block_size, head_dim, padded)
 
 
 @inner
-def as_rows(argument: RowsArgument, pool: Any) -> Rows:
-    return Rows(array_at(pool, argument[0]), argument[1], argument[2])
-
-
-@inner
-def as_geometry(argument: GeometryArgument) -> Geometry:
-    return Geometry(argument[0], argument[1], argument[2], argument[3], argument[4], argument[5])
+def as_geometry(sizes: Any) -> Geometry:
+    """From an int64 array: a call from Python takes much longer with a tuple."""
+    return Geometry(sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5])
 
 
 @inner
@@ -179,15 +170,24 @@ def ask_for(paged: Paged, table: int, head: int, start: int, end: int, is_value:
 
 def store_tokens(
     pool: Any,
-    geometry_argument: GeometryArgument,
+    sizes: Any,
     layer: int,
     blocks: Any,
     offsets: Any,
-    key_argument: RowsArgument,
-    value_argument: RowsArgument,
+    keys: int,
+    key_token_stride: int,
+    key_head_stride: int,
+    values: int,
+    value_token_stride: int,
+    value_head_stride: int,
 ) -> None:
-    """Writes one layer's new K and V: those of token i go to slot `offsets[i]` of block `blocks[i]`."""
-    geometry, key, value = as_geometry(geometry_argument), as_rows(key_argument, pool), as_rows(value_argument, pool)
+    """Writes one layer's new K and V, given by address: those of token i go to slot `offsets[i]` of block `blocks[i]`.
+
+    `sizes` are a `Geometry`'s; strides are in elements, as in `Rows`.
+    """
+    geometry = as_geometry(sizes)
+    key = Rows(array_at(pool, keys), key_token_stride, key_head_stride)
+    value = Rows(array_at(pool, values), value_token_stride, value_head_stride)
     head_dim, block_size = geometry.head_dim, geometry.block_size
     for token in range(blocks.size):
         for head in range(geometry.num_kv_heads):
