@@ -5,6 +5,7 @@ From what was asked for to a report. The command line calls it; nothing outlives
 
 import resource
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -45,8 +46,14 @@ class EngineSettings:
     is_quick: bool
 
 
-def run_engine_bench(settings: EngineSettings, say: Say) -> tuple[Report, list[EngineRow]]:
-    """Raises InvalidRequest for what cannot be measured here; `say` is told what goes on."""
+def run_engine_bench(
+    settings: EngineSettings, say: Say, keep: Callable[[Report], None]
+) -> tuple[Report, list[EngineRow]]:
+    """`say` is told what goes on, and `keep` given the report after each case, for none to be lost.
+
+    Raises InvalidRequest for what cannot be measured here. A KeyboardInterrupt ends it after the cases that are done;
+    the report's "cases" tells how many were asked for.
+    """
     device = find_device(settings.device)
     if settings.clock == "cpu" and (settings.threads > 1 or device.type != "cpu"):
         raise InvalidRequest("--clock cpu adds up all threads' time: it is for one thread on the cpu", field="clock")
@@ -61,12 +68,27 @@ def run_engine_bench(settings: EngineSettings, say: Say) -> tuple[Report, list[E
     stopwatch = Stopwatch(device, is_cpu_time=settings.clock == "cpu")
     steps = StepBench(runner, description.directory, stopwatch, chunk=settings.chunk, is_quick=settings.is_quick)
     say(f"measuring for about {max(1, round(steps.expected_minutes(cases)))} min")
-    rows = []
-    for number, case in enumerate(cases, 1):
-        row = steps.run(case)
-        rows.append(row)
-        say(f"{number} of {len(cases)}: {case}: {row.step_ms.min:.1f} ms, {row.ratio:.2f} times its floor")
+    rows: list[EngineRow] = []
+    report = _report(settings, description, cases, runner, rows)
+    with suppress(KeyboardInterrupt):
+        for number, case in enumerate(cases, 1):
+            row = steps.run(case)
+            rows.append(row)
+            say(f"{number} of {len(cases)}: {case}: {row.step_ms.min:.1f} ms, {row.ratio:.2f} times its floor")
+            report = _report(settings, description, cases, runner, rows)
+            keep(report)
+    return report, rows
+
+
+def _report(
+    settings: EngineSettings,
+    description: ModelDescription,
+    cases: Sequence[Case],
+    runner: ModelRunner,
+    rows: Sequence[EngineRow],
+) -> Report:
     args = asdict(settings) | {
+        "cases": len(cases),
         "model": description.name,
         "dtype": runner.layout.dtype,
         "attention": runner.report.attention,
@@ -76,7 +98,7 @@ def run_engine_bench(settings: EngineSettings, say: Say) -> tuple[Report, list[E
         "peak_memory_gib": round(_peak_memory() / 2**30, 2),
         "huge_pages_gib": round(huge_page_nbytes() / 2**30, 2),
     }
-    return make_report("engine", args, [asdict(row) for row in rows], device=device), rows
+    return make_report("engine", args, [asdict(row) for row in rows], device=runner.pool.tensor.device)
 
 
 def find_device(name: str) -> torch.device:

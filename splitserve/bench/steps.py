@@ -11,7 +11,14 @@ from typing import Literal
 
 import torch
 
-from splitserve.bench.floor import READ_BUFFER_BYTES, LinearLayers, MatmulRate, ReadBandwidth, read_shape
+from splitserve.bench.floor import (
+    READ_BUFFER_BYTES,
+    LinearLayers,
+    MatmulRate,
+    ReadBandwidth,
+    merge_siblings,
+    read_shape,
+)
 from splitserve.bench.parts import breakdown
 from splitserve.bench.timing import Rounds, Span, Stopwatch, Task, measure
 from splitserve.bench.workload import Case, decode_segments, prefill_chunks
@@ -85,7 +92,8 @@ class StepBench:
         dtype = DTYPES[runner.layout.dtype]
         self._shape = read_shape(directory, runner.layout)
         self._linear_names = frozenset(shape.name for shape in self._shape.linears)
-        self._linears = LinearLayers(self._shape.linears, dtype, device)
+        shapes = {"linear": self._shape.linears, "merged linear": merge_siblings(self._shape.linears)}
+        self._linears = {name: LinearLayers(each, dtype, device) for name, each in shapes.items()}
         self._bandwidth = ReadBandwidth(device, _QUICK_READ_BYTES if is_quick else READ_BUFFER_BYTES)
         self._matmuls = MatmulRate(self._shape, dtype, device)
 
@@ -110,22 +118,22 @@ class StepBench:
         step = partial(self._runner.run, decode_segments(self._runner, case.batch, case.context))
         samplers = _samplers(step())
         reads = self._bandwidth.tasks()
-        floor_tasks = {"linear": self._linears.task([(case.batch, case.batch)])} | reads
-        rounds, spans = self._measure({"step": step} | floor_tasks | samplers, case)
+        linears = {name: layers.task([(case.batch, case.batch)]) for name, layers in self._linears.items()}
+        rounds, spans = self._measure({"step": step} | linears | reads | samplers, case)
+        linear = min((spans[name] for name in linears), key=lambda span: span.min)
         read = min((spans[name] for name in reads), key=lambda span: span.min)
         num_read = self._bandwidth.num_bytes
         kv = read.scaled(case.batch * self._shape.kv_nbytes(case.context) / num_read)
-        floor = _Floor({"linear": spans["linear"], "kv": kv}, read_gb_s=num_read / read.min / 1e6)
+        floor = _Floor({"linear": linear, "kv": kv}, read_gb_s=num_read / read.min / 1e6)
         return self._row(case, rounds, spans, floor, step)
 
     def _prefill(self, case: Case) -> EngineRow:
         chunks = prefill_chunks(self._runner, case.context, self._chunk)
         step = partial(self._run_each, chunks)
         samplers = _samplers(self._runner.run(chunks[-1:]))
-        linears = {
-            "linear in chunks": self._linears.task([(len(c.token_ids), int(c.wants_logits)) for c in chunks]),
-            "linear at once": self._linears.task([(case.context, 1)]),
-        }
+        in_chunks = [(len(chunk.token_ids), int(chunk.wants_logits)) for chunk in chunks]
+        linears = {f"{name} in chunks": layers.task(in_chunks) for name, layers in self._linears.items()}
+        linears["linear at once"] = self._linears["linear"].task([(case.context, 1)])
         tiles = self._matmuls.tasks()
         rounds, spans = self._measure({"step": step} | linears | tiles | samplers, case)
         name, flops_per_ms = self._matmuls.best({name: spans[name].min for name in tiles})

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from cyclopts import App, Parameter
 from rich.console import Console
 
+from splitserve.cli.main import INTERRUPTED
 from splitserve.cli.up import interrupt, require_serving
 from splitserve.service.config import Device, Positive
 from splitserve.service.errors import InvalidRequest
@@ -40,7 +41,7 @@ def engine(
     clock: Literal["wall", "cpu"] = "wall",
     quick: bool = False,
     output: Path | None = None,
-) -> None:
+) -> int:
     """Measure the engine's steps beside their floors, and where the rest of the time goes.
 
     The floor is what this machine cannot beat, measured in the same run, in turns with the steps: the model's linear
@@ -93,10 +94,11 @@ def engine(
         clock=clock,
         is_quick=quick,
     )
-    report, rows = bench.run_engine_bench(settings, _MESSAGES.print)
+    report, rows = bench.run_engine_bench(settings, _MESSAGES.print, lambda report: _save(report, output))
     for result in (tables.machine_line(report.machine), *tables.engine_tables(rows), *tables.rates(rows)):
         _RESULTS.print(result, soft_wrap=isinstance(result, str))
-    _save(report, output)
+    _tell(output)
+    return 0 if len(rows) == report.args["cases"] else INTERRUPTED
 
 
 @app.command
@@ -136,6 +138,7 @@ def gpu(
     for table in tables.gpu_tables(result.tokens, result.steps):
         _RESULTS.print(table)
     _save(result.report, output)
+    _tell(output)
     return 0 if result.is_exact else 1
 
 
@@ -152,4 +155,8 @@ def _save(report: "Report", output: Path | None) -> None:
         report.save(output)
     except OSError as error:
         raise InvalidRequest(f"--output {output}: {error}", field="output") from error
-    _MESSAGES.print(f"written to {output}")
+
+
+def _tell(output: Path | None) -> None:
+    if output is not None:
+        _MESSAGES.print(f"written to {output}")

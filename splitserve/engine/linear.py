@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 # Layers of one module that read the same rows, by the names that transformers gives them in nearly all families.
-_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 # oneDNN asks for how many rows it should lay the weights out. One layout serves every number of rows as well as one of
 # its own would (measured from 1 to 2,048), so there is one copy.
@@ -49,7 +49,7 @@ class PackedLinears:
     def prepare(self, model: nn.Module) -> None:
         _require_linear_layers(model)
         for parent in list(model.modules()):
-            for names in _SIBLINGS:
+            for names in SIBLINGS:
                 _merge(parent, names)
         for parent, name, layer in _linear_layers(model):
             setattr(parent, name, PackedLinear.of(layer))

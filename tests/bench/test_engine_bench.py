@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from splitserve.bench import engine, floor, tables, workload
+from splitserve.bench import engine, floor, steps, tables, workload
 from splitserve.bench.parts import PARTS
 from splitserve.bench.timing import Rounds, Span, Stopwatch, measure
-from splitserve.cli.main import make_app
+from splitserve.cli.main import INTERRUPTED, make_app
 from splitserve.engine.layout import KVLayout
 from splitserve.service.errors import InvalidRequest
 from tests.tiny_models import build
@@ -207,6 +207,32 @@ def test_command_line_waits_for_torch() -> None:
 def test_unwritable_report_is_noticed_after_minutes(tiny: Path) -> None:
     with pytest.raises(InvalidRequest, match="there is no directory"):
         make_app()(["bench", "engine", "--model", str(tiny), "--output", str(tiny / "nowhere" / "report.json")])
+
+
+def test_interrupted_run_loses_its_rows(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = steps.StepBench.run
+
+    def interrupt(self: steps.StepBench, case: workload.Case) -> steps.EngineRow:
+        if case.kind == "prefill":
+            raise KeyboardInterrupt
+        return run(self, case)
+
+    monkeypatch.setattr(steps.StepBench, "run", interrupt)
+    output = tmp_path / "report.json"
+    flags = ["--decode", "2x20", "--prefill", "40", "--quick", "--output", str(output)]
+    assert make_app()(["bench", "engine", "--model", str(tiny), *flags]) == INTERRUPTED
+    report = json.loads(output.read_text())
+    assert [row["case"] for row in report["rows"]] == ["decode 2x20"]
+    assert report["args"]["cases"] == 2
+
+
+def test_merged_layers_are_not_the_models() -> None:
+    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj")
+    shapes = [floor.LinearShape(f"layers.{i}.{name}", 8, 16, False, False) for i in range(2) for name in names]
+    merged = floor.merge_siblings([*shapes, floor.LinearShape("lm_head", 99, 16, False, True)])
+    assert [(shape.out_features, shape.in_features) for shape in merged] == [(24, 16), (8, 16), (8, 16)] * 2 + [
+        (99, 16)
+    ]
 
 
 def test_processor_time_of_several_threads_is_taken_for_the_step(tiny: Path) -> None:
