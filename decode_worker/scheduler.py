@@ -1,10 +1,14 @@
-"""Who decodes in the next step, and who gives way when blocks run out: pure decisions over plain data.
+"""Which attempts a decode worker takes, who decodes in the next step, and who gives way when blocks run out: pure
+decisions over plain data.
 
 An attempt is the unit: it ends whole, with all its samples, because the router goes on from an attempt's end.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from splitserve.service.reasons import Reason
+from splitserve.worker.admission import Refusal, Room, decode_blocks, lacks_blocks, never_fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,22 @@ class StepPlan:
     grow: list[str] = field(default_factory=list)
     preempt: list[str] = field(default_factory=list)
     revoke: list[str] = field(default_factory=list)
+
+
+def admit(num_tokens: int, num_samples: int, room: Room, *, num_seqs: int, max_num_seqs: int) -> Refusal | None:
+    """Why an attempt does not begin here, if so: it needs blocks for its tokens so far and for the first token that
+    each of its samples decodes, and a place in the batch for each of them.
+
+    `num_seqs` run or are reserved. What comes after the first decoded token is taken as it is needed (`plan_step`).
+    """
+    num_blocks = decode_blocks(num_tokens, num_samples, room.block_size)
+    if refusal := never_fits(num_tokens, num_blocks, room):
+        return refusal
+    if num_samples > max_num_seqs:
+        return Refusal(Reason.TOO_LARGE, f"{num_samples} samples, and at most {max_num_seqs} run at once")
+    if num_seqs + num_samples > max_num_seqs:
+        return Refusal(Reason.NO_ROOM, f"{num_seqs} sequences run or are reserved already")
+    return lacks_blocks(num_blocks, room)
 
 
 def num_growing(running: Sequence[AttemptView], block_size: int) -> int:

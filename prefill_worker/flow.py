@@ -13,7 +13,7 @@ import torch
 
 from kvtransfer import events
 from prefill_worker.prompt_logprobs import limit_scored, score_chunk
-from prefill_worker.scheduler import Chunk, PromptView, plan_step, tokens_ahead
+from prefill_worker.scheduler import Chunk, PromptView, admit, plan_step, tokens_ahead
 from prefill_worker.state import PrefillAttempt
 from splitserve.engine.batch import Segment
 from splitserve.engine.block_keys import KeyChain
@@ -62,27 +62,20 @@ class PrefillEngine(EngineBase):
         """Takes the prompt only if blocks for all of it are there now, so that what is admitted always finishes."""
         if command.attempt in self._attempts:
             return
-        samples = command.start.samples
-        if problem := start_problem(command.start, self._runner.vocab_size):
-            self._refuse(command, Reason.INVALID, problem)
+        start = command.start
+        if refusal := start_problem(start, self._runner.vocab_size) or admit(len(start.token_ids), self._room()):
+            self._refuse(command, refusal)
             return
-        token_ids = command.start.prompt_ids + samples[0].output_ids
-        num_blocks = self._layout.blocks_for(len(token_ids))
-        if refusal := self._too_large(len(token_ids), num_blocks):
-            self._refuse(command, Reason.TOO_LARGE, refusal)
-            return
-        if num_blocks > self._allocator.available:
-            self._refuse(command, Reason.NO_ROOM, self._no_room(num_blocks))
-            return
-        keys, reads_cache = self._key_chain(token_ids), self._reads_cache(command.start)
+        token_ids = start.token_ids
+        keys, reads_cache = self._key_chain(token_ids), self._reads_cache(start)
         blocks, num_cached = self._take_blocks(len(token_ids), keys, reads_cache=reads_cache)
         attempt = PrefillAttempt(
             attempt=command.attempt,
             session=command.session,
             ticket=command.ticket,
-            params=sampling_params(command.start.limits),
-            samples=samples,
-            num_prompt=len(command.start.prompt_ids),
+            params=sampling_params(start.limits),
+            samples=start.samples,
+            num_prompt=len(start.prompt_ids),
             token_ids=token_ids,
             keys=keys,
             blocks=blocks,
@@ -90,7 +83,7 @@ class PrefillEngine(EngineBase):
             num_cached=num_cached,
             num_computed=num_cached,
             num_sent=command.ticket.num_cached_blocks,
-            num_prompt_logprobs=command.start.limits.prompt_logprobs,
+            num_prompt_logprobs=start.limits.prompt_logprobs,
         )
         self._attempts[attempt.attempt] = attempt
         self._by_transfer[attempt.ticket.transfer_id] = attempt

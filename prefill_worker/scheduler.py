@@ -1,4 +1,5 @@
-"""Which prompt tokens the next prefill step computes: a pure decision over plain data.
+"""Which prompts a prefill worker takes, and which of their tokens the next step computes: pure decisions over plain
+data.
 
 A prompt with more than the *threshold* left to compute is long. While others wait it gets no more than a share of each
 step, so it cannot starve them; the oldest long one always gets that share, so they cannot starve it either.
@@ -6,6 +7,8 @@ step, so it cannot starve them; the oldest long one always gets that share, so t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from splitserve.worker.admission import Refusal, Room, blocks_for, lacks_blocks, never_fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,12 @@ class Chunk:
     attempt: str
     start: int
     length: int
+
+
+def admit(num_tokens: int, room: Room) -> Refusal | None:
+    """Why a prompt is not taken, if so: only one with blocks for all of its tokens, because that always finishes."""
+    num_blocks = blocks_for(num_tokens, room.block_size)
+    return never_fits(num_tokens, num_blocks, room) or lacks_blocks(num_blocks, room)
 
 
 def tokens_ahead(prompts: Sequence[PromptView], threshold: int) -> int:

@@ -21,15 +21,14 @@ from router.scheduler import (
     Demand,
     Placement,
     PrefillView,
-    blocks_for,
     can_prefill,
     could_place,
-    decode_blocks,
     keep_room,
     place,
 )
 from router.worker import Role
 from splitserve.service.errors import Unavailable
+from splitserve.worker.admission import blocks_for, decode_blocks
 
 
 class ClusterDispatcher:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from router.config import Routing
+from splitserve.worker.admission import blocks_for, decode_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +71,6 @@ class Demand:
 class Placement:
     prefill: str
     decode: str
-
-
-def blocks_for(num_tokens: int, block_size: int) -> int:
-    return -(-num_tokens // block_size)
-
-
-def decode_blocks(num_tokens: int, num_samples: int, block_size: int) -> int:
-    """Whole blocks of the tokens, which the samples share, and per sample one for the rest and its first decoded
-    token."""
-    return num_tokens // block_size + num_samples
 
 
 def _blocks_to_decode(view: DecodeView, demand: Demand) -> int:

@@ -51,6 +51,11 @@ class Start(msgspec.Struct, frozen=True):
     samples: list[Sample]
     limits: Limits
 
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens so far, those of its one sample included; several samples have none of their own yet."""
+        return self.prompt_ids + self.samples[0].output_ids
+
 
 class Logprobs(msgspec.Struct, frozen=True):
     """A token's log-probability, None where nothing predicts it, and those of the likeliest tokens in its place."""

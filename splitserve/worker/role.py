@@ -9,6 +9,7 @@ from splitserve.engine.allocator import BlockAllocator
 from splitserve.engine.block_keys import KeyChain
 from splitserve.service.reasons import Reason
 from splitserve.worker import messages
+from splitserve.worker.admission import Refusal, Room
 from splitserve.worker.engine_setup import EngineContext
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
@@ -38,14 +39,13 @@ class EngineBase(ABC):
             self._last_load = load
             self._publish(load)
 
-    def _too_large(self, num_tokens: int, num_blocks: int) -> str | None:
-        """Why this worker could never take it, if it could not; `num_blocks` are all that it needs to begin."""
-        if num_tokens >= self._context.max_model_len:
-            return f"{num_tokens} tokens leave no room for output: the context is {self._context.max_model_len}"
-        total = self._allocator.counts.total
-        if num_blocks > total:
-            return f"{num_tokens} tokens need {num_blocks} blocks: the pool has {total}"
-        return None
+    def _room(self) -> Room:
+        return Room(
+            available_blocks=self._allocator.available,
+            total_blocks=self._allocator.counts.total,
+            block_size=self._layout.block_size,
+            max_model_len=self._context.max_model_len,
+        )
 
     # The prefix cache
 
@@ -80,13 +80,8 @@ class EngineBase(ABC):
 
     # Refusing and ending
 
-    def _no_room(self, num_blocks: int) -> str:
-        return f"{num_blocks} blocks needed, {self._allocator.available} available"
-
-    def _refuse(self, command: messages.Reserve | messages.Prefill, reason: Reason, message: str) -> None:
-        self._publish(
-            messages.Refused(session=command.session, attempt=command.attempt, reason=reason, message=message)
-        )
+    def _refuse(self, command: messages.Reserve | messages.Prefill, refusal: Refusal) -> None:
+        self._publish(messages.Refused(command.session, command.attempt, refusal.reason, refusal.message))
 
     def _publish_end(self, session: int, attempt: str, reason: Reason, message: str, traceparent: str) -> None:
         """The router hears that the attempt is lost; the log keeps the trace that it belonged to."""

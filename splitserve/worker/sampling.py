@@ -12,7 +12,9 @@ from splitserve.engine.logprobs import token_logprobs
 from splitserve.engine.sampler import SampleRow, sample
 from splitserve.engine.sampling_params import SamplingParams
 from splitserve.engine.stopping import finish_reason
+from splitserve.service.reasons import Reason
 from splitserve.worker import messages
+from splitserve.worker.admission import Refusal
 
 
 def sampling_params(limits: messages.Limits) -> SamplingParams:
@@ -35,9 +37,14 @@ def sampling_params(limits: messages.Limits) -> SamplingParams:
     )
 
 
-def start_problem(start: messages.Start, vocab_size: int) -> str | None:
+def start_problem(start: messages.Start, vocab_size: int) -> Refusal | None:
     """Why no worker can go on from `start`, if so. The router checks all of it too; here it would cost every request
     on this worker."""
+    problem = _start_problem(start, vocab_size)
+    return None if problem is None else Refusal(Reason.INVALID, problem)
+
+
+def _start_problem(start: messages.Start, vocab_size: int) -> str | None:
     if not start.prompt_ids:
         return "an attempt without a prompt"
     if problem := _samples_problem(start.samples):

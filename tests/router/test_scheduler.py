@@ -10,7 +10,6 @@ from router.scheduler import (
     Demand,
     Placement,
     PrefillView,
-    blocks_for,
     can_decode,
     can_prefill,
     could_place,
@@ -287,11 +286,6 @@ def test_equally_loaded_workers_do_not_take_turns() -> None:
 
 def test_placement_names_the_wrong_sides() -> None:
     assert place(SMALL, [P0], [D0], "least_loaded", 0) == Placement(prefill="p0", decode="d0")
-
-
-@pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (B - 1, 1), (B, 1), (B + 1, 2), (2 * B, 2)])
-def test_blocks_are_miscounted(tokens: int, blocks: int) -> None:
-    assert blocks_for(tokens, B) == blocks
 
 
 def test_largest_prompt_leaves_no_room_for_output() -> None:

@@ -201,7 +201,7 @@ def test_hit_changes_bytes(blocks: tuple[int, int], make_pair: MakePair) -> None
     def run(length: int) -> tuple[list[int], list[bytes]]:
         attempt = pair.begin(X[:length], max_tokens=ENDLESS, temperature=1.0, seed=3)
         pair.until(lambda: len(pair.tokens(attempt)) >= 2 * B)
-        (sequence,) = pair.decode.engine._running.values()
+        (sequence,) = pair.decode.engine._running
         whole = sequence.blocks[: (length + 2 * B - 1) // B]
         kept = [bytes(pair.decode.runner.pool.view(block)) for block in whole]
         text = [token.token_id for token in pair.tokens(attempt)][: 2 * B]

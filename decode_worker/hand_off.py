@@ -1,0 +1,39 @@
+"""What a complete transfer becomes: first tokens that are what was asked for, and one sequence per sample.
+
+Called by the flow, on the engine thread, once the blocks are the engine's.
+"""
+
+from decode_worker.state import Reservation, Sequence
+from kvtransfer import events
+from splitserve.engine.allocator import BlockAllocator
+from splitserve.engine.pool import KVPool
+from splitserve.worker import messages
+from splitserve.worker.payload import decode_finish
+
+
+def first_tokens(reservation: Reservation, event: events.TransferComplete, vocab_size: int) -> list[messages.Token]:
+    """One per sample, in order.
+
+    Raises ValueError when the blocks are those of other tokens, or the tokens are not the next ones, and msgspec's
+    errors for bytes that are no tokens at all.
+    """
+    if event.keys != reservation.keys.all_keys(reservation.token_ids):
+        raise ValueError("its blocks belong to other tokens")
+    tokens = decode_finish(event.payload)
+    expected = [(sample.index, len(sample.output_ids)) for sample in reservation.samples]
+    if [(token.sample, token.position) for token in tokens] != expected:
+        raise ValueError("it holds tokens of other samples or positions")
+    if any(not 0 <= token.token_id < vocab_size for token in tokens):
+        raise ValueError("it holds a token outside of the vocabulary")
+    return tokens
+
+
+def split(reservation: Reservation, pool: KVPool, allocator: BlockAllocator) -> list[Sequence]:
+    """One sequence per sample: whole blocks are shared, the partial last one is copied for each."""
+    first, *others = reservation.own_blocks
+    has_partial_block = len(reservation.token_ids) % pool.layout.block_size > 0
+    for own in others:
+        allocator.share(reservation.full_blocks)
+        if has_partial_block:
+            pool.copy_block(first, own)
+    return reservation.sequences()

@@ -1,0 +1,68 @@
+"""The sequences that decode, and the blocks that they hold.
+
+Called by the flow, on the engine thread. What a step does with them is the scheduler's decision.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from decode_worker.scheduler import AttemptView, SequenceView, StepPlan, num_growing
+from decode_worker.state import Sequence
+from splitserve.engine.allocator import BlockAllocator
+
+
+class Running:
+    """Owns the running sequences, the oldest first, and gives and takes their blocks."""
+
+    def __init__(self, allocator: BlockAllocator, block_size: int) -> None:
+        self._allocator = allocator
+        self._block_size = block_size
+        self._by_key: dict[str, Sequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._by_key.values())
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence.key in self._by_key
+
+    def add(self, sequences: Iterable[Sequence]) -> None:
+        self._by_key.update({sequence.key: sequence for sequence in sequences})
+
+    def drop(self, sequence: Sequence) -> None:
+        """It runs no more, and lets its blocks go."""
+        del self._by_key[sequence.key]
+        self._allocator.release(sequence.blocks)
+
+    def of_attempt(self, attempt: str) -> list[Sequence]:
+        return [sequence for sequence in self if sequence.attempt == attempt]
+
+    def attempts_of(self, session: int) -> set[str]:
+        return {sequence.attempt for sequence in self if sequence.session == session}
+
+    def views(self) -> list[AttemptView]:
+        """As the scheduler sees them. What the end of each would free is counted only when somebody may have to go: it
+        takes a look at every block."""
+        by_attempt: dict[str, list[Sequence]] = defaultdict(list)
+        for sequence in self:
+            by_attempt[sequence.attempt].append(sequence)
+        views = [
+            AttemptView(attempt, tuple(SequenceView(s.key, len(s.token_ids), len(s.blocks)) for s in sequences))
+            for attempt, sequences in by_attempt.items()
+        ]
+        if num_growing(views, self._block_size) <= self._allocator.available:
+            return views
+        tables = [[block for sequence in group for block in sequence.blocks] for group in by_attempt.values()]
+        freed = self._allocator.count_released(tables)
+        return [replace(view, num_freed=count) for view, count in zip(views, freed, strict=True)]
+
+    def batch(self, plan: StepPlan) -> list[Sequence]:
+        """The sequences to compute, each with the block that the plan gives it; those that end have ended before."""
+        for key in plan.grow:
+            block = self._allocator.allocate(1)
+            assert block is not None, "the plan grows only into available blocks"
+            self._by_key[key].blocks += block
+        return [self._by_key[key] for key in plan.run]
