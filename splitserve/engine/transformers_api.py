@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import torch
+import transformers.utils.import_utils as transformers_availability  # imports no torch, so no compiler either
 
 
 class _StandIn(ModuleType):
@@ -63,18 +63,29 @@ def _real(name: str) -> ModuleType:
 @contextmanager
 def without_compiler() -> Iterator[None]:
     """While it lasts, stand-ins are where torch's compiler would be, unless it has been imported already."""
-    for name, stand_in in _STAND_INS.items():
-        sys.modules.setdefault(name, stand_in(name))
+    placed = {name: kind(name) for name, kind in _STAND_INS.items() if name not in sys.modules}
+    sys.modules.update(placed)
     try:
         yield
     finally:
-        for name in _STAND_INS:
-            if isinstance(sys.modules[name], _StandIn):
+        for name, stand_in in placed.items():
+            if sys.modules.get(name) is stand_in:
                 del sys.modules[name]
 
 
-# transformers asks once whether torch can distribute, and remembers the answer.
-with without_compiler(), mock.patch.object(torch.distributed, "is_available", return_value=False):
+def _answer_that_torch_cannot_distribute() -> None:
+    """transformers asks torch once and remembers the answer: it is made to ask now. Had it asked before, the start
+    would take longer, no more."""
+    asked = torch.distributed.is_available
+    torch.distributed.is_available = lambda: False
+    try:
+        transformers_availability.is_torch_distributed_available()
+    finally:
+        torch.distributed.is_available = asked
+
+
+_answer_that_torch_cannot_distribute()
+with without_compiler():
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
