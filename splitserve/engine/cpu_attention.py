@@ -5,7 +5,7 @@ the number of threads, because every item of work is computed whole by one of th
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache, partial
 from pathlib import Path
 
@@ -69,11 +69,23 @@ class CpuAttention:
         self.run([partial(kernel, elements, *ends[part : part + 2], *arguments) for part in range(num_parts)])
 
     def run(self, calls: Sequence[Callable[[], None]]) -> None:
-        """Makes the calls, side by side if there are several, and raises what one of them raised. The caller makes the
-        first itself."""
+        """Makes the calls, side by side if there are threads, and raises what one of them raised. The caller makes the
+        first itself.
+
+        All have ended by then, whatever happened: they write to memory by its address, which may be another's next.
+        """
+        if self._threads is None:
+            for call in calls:
+                call()
+            return
         first, *others = calls
-        futures = [self._threads.submit(call) for call in others] if self._threads else []
-        first()
+        futures: list[Future[None]] = []
+        try:
+            for call in others:
+                futures.append(self._threads.submit(call))  # noqa: PERF401 - what was submitted before an error counts
+            first()
+        finally:
+            wait(futures)
         for future in futures:
             future.result()
 

@@ -2,6 +2,9 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
+from threading import Event
+from time import sleep
 from typing import Any
 
 import numpy as np
@@ -161,6 +164,34 @@ def test_number_of_threads_changes_a_bit(three_threads: CpuAttention) -> None:
         compute(problem, CPU, pool, step), compute(problem, three_threads, pool, step), strict=True
     ):
         assert torch.equal(alone, shared)
+
+
+def test_other_threads_write_after_an_error(three_threads: CpuAttention) -> None:
+    """By then the memory that they have the address of may be another's."""
+    raised, ended = Event(), []
+
+    def fail() -> None:
+        raised.set()
+        raise ValueError("first")
+
+    def go_on() -> None:
+        raised.wait()
+        sleep(0.05)
+        ended.append(1)
+
+    with pytest.raises(ValueError, match="first"):
+        three_threads.run([fail, go_on, go_on])
+    assert len(ended) == 2
+    with pytest.raises(ValueError, match="first"):
+        three_threads.run([go_on, fail])
+    assert len(ended) == 3
+
+
+def test_calls_without_threads_are_dropped() -> None:
+    made: list[int] = []
+    assert CpuAttention(KERNEL_FOLDER).num_threads == 1
+    CpuAttention(KERNEL_FOLDER).run([partial(made.append, number) for number in range(3)])
+    assert made == [0, 1, 2]
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
