@@ -14,7 +14,7 @@ from torch import nn
 
 from splitserve.bench.timing import Stopwatch, Task
 from splitserve.engine.attention import AttentionBackend, AttentionPlan
-from splitserve.engine.linear import MergedLinear, PackedLinear
+from splitserve.engine.linear import GroupMember, PackedLinear
 from splitserve.engine.packing import PackedBatch
 from splitserve.engine.pool import KVPool
 from splitserve.engine.runner import ModelRunner
@@ -65,7 +65,7 @@ def breakdown(runner: ModelRunner, step: Task, linear_names: Collection[str], st
 def _watched_modules(model: nn.Module, account: _Account, linear_names: Collection[str]) -> Iterator[None]:
     watched = {"": "forward"}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | PackedLinear) or (name in linear_names and type(module) is not MergedLinear):
+        if isinstance(module, nn.Linear | PackedLinear) or (name in linear_names and type(module) is not GroupMember):
             watched[name] = "linear"
         elif type(module).__name__.endswith("Norm"):
             watched[name] = "norms"

@@ -13,7 +13,7 @@ from torch import nn
 
 from splitserve.engine.attention import AttentionSpec, ForwardContext, attend_in_pool
 from splitserve.engine.cpu_attention import CpuAttention, CpuAttentionPlan
-from splitserve.engine.linear import MergedLinear, PackedLinear
+from splitserve.engine.linear import GroupMember, PackedLinear
 from splitserve.engine.pool import DTYPES
 
 _CHILDREN = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -157,9 +157,9 @@ def _children(module: Any, names: Set[str], optional: Set[str] = frozenset()) ->
 
 def _whole(*layers: Any) -> PackedLinear:
     """The one matmul that computes all of `layers`, in this order."""
-    if not all(type(layer) is MergedLinear and layer.merged is layers[0].merged for layer in layers):
+    if not all(type(layer) is GroupMember and layer.group is layers[0].group for layer in layers):
         raise ValueError("matmuls that are not merged")
-    whole: PackedLinear = layers[0].merged.whole
+    whole: PackedLinear = layers[0].group.whole
     if sum(layer.out_features for layer in layers) != whole.out_features:
         raise ValueError("matmuls that are merged with others")
     return whole

@@ -29,7 +29,7 @@ class LinearBackend(Protocol):
         ...
 
 
-class TorchLinear:
+class PlainBackend:
     """The layers as they are: `F.linear` on plain weights, on any device."""
 
     name = "torch"
@@ -38,7 +38,7 @@ class TorchLinear:
         _require_linear_layers(model)
 
 
-class PackedLinears:
+class OneDnnBackend:
     """Weights in oneDNN's own layout: a step of few tokens takes two thirds of the time, and rounds the same with any
     number of rows in bfloat16 and in float32. Layers that read the same rows are one matmul, which takes less time than
     several small ones."""
@@ -85,7 +85,7 @@ class PackedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-class MergedLinears(nn.Module):
+class LinearGroup(nn.Module):
     """Several layers that read the same rows, packed as one. Whichever of them is called first computes them all."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
@@ -111,17 +111,17 @@ class MergedLinears(nn.Module):
         return result
 
 
-class MergedLinear(nn.Module):
-    """Takes the place of one of the layers in `merged`."""
+class GroupMember(nn.Module):
+    """Takes the place of one of the layers in `group`."""
 
-    def __init__(self, merged: MergedLinears, index: int, layer: nn.Linear) -> None:
+    def __init__(self, group: LinearGroup, index: int, layer: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.merged = merged
+        self.group = group
         self._index = index
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.merged.result(self._index, rows)
+        return self.group.result(self._index, rows)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
@@ -130,7 +130,7 @@ class MergedLinear(nn.Module):
 def choose_linear(device: str, dtype: torch.dtype) -> tuple[LinearBackend, str]:
     """The fastest back end that works here, and, where that is the plain one, why it is."""
     reason = _why_not_packed(device, dtype)
-    return (TorchLinear(), reason) if reason else (PackedLinears(), "")
+    return (PlainBackend(), reason) if reason else (OneDnnBackend(), "")
 
 
 def _why_not_packed(device: str, dtype: torch.dtype) -> str:
@@ -158,9 +158,9 @@ def _merge(parent: nn.Module, names: Sequence[str]) -> None:
     kinds = {(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in layers}
     if len(layers) < len(names) or len(kinds) > 1:
         return
-    merged = MergedLinears(layers)
+    group = LinearGroup(layers)
     for index, (name, layer) in enumerate(zip(names, layers, strict=True)):
-        setattr(parent, name, MergedLinear(merged, index, layer))
+        setattr(parent, name, GroupMember(group, index, layer))
 
 
 def _require_linear_layers(model: nn.Module) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from splitserve.engine.kernels import attention, compiled
 
-ONCE = "compiling attention kernels (once)"
+ONCE = "compiling kernels (once)"
 
 
 def _attend_nothing(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from splitserve.engine import linear, selftest
-from splitserve.engine.linear import PackedLinear, PackedLinears, TorchLinear, choose_linear
+from splitserve.engine.linear import PackedLinear, OneDnnBackend, PlainBackend, choose_linear
 from splitserve.engine.loading import load_runner
 from tests.engine.driver import load
 
@@ -71,7 +71,7 @@ def test_company_changes_a_row(shape: tuple[int, int], dtype: torch.dtype, count
 def test_recomputation_with_packed_layers_is_inexact(dtype: str, tiny_model: TinyModel) -> None:
     """Two rows suffice in both dtypes; the plain layers of float32 need sixteen."""
     runner = load(tiny_model("llama"), dtype=dtype)
-    if runner.report.linear != PackedLinears.name:
+    if runner.report.linear != OneDnnBackend.name:
         pytest.skip(runner.report.linear_reason)
     assert runner.recompute_exact
     assert runner._min_rows == 2
@@ -98,8 +98,8 @@ def test_merged_layers_compute_something_else(dtype: torch.dtype, bias: bool) ->
     model = _Attention(dtype, bias=bias)
     rows = _rows(9, 96, dtype)
     expected = model(rows)
-    PackedLinears().prepare(model)
-    assert len({id(model.get_submodule(f"{name}_proj.merged")) for name in "qkv"}) == 1
+    OneDnnBackend().prepare(model)
+    assert len({id(model.get_submodule(f"{name}_proj.group")) for name in "qkv"}) == 1
     for result, exact in zip(model(rows), expected, strict=True):
         tolerance = 2**-6 if dtype == torch.bfloat16 else 2**-18
         torch.testing.assert_close(result, exact, rtol=tolerance, atol=tolerance)
@@ -111,19 +111,19 @@ def test_merged_layer_answers_for_other_rows() -> None:
     model = _Attention(torch.float32, bias=False)
     first, second = _rows(5, 96, torch.float32), -_rows(5, 96, torch.float32)
     expected = {id(rows): model(rows) for rows in (first, second)}
-    PackedLinears().prepare(model)
+    OneDnnBackend().prepare(model)
     layers = [model.q_proj, model.k_proj, model.v_proj]
     order = [(0, first), (1, second), (2, first), (2, first), (0, second), (0, first), (1, first), (1, second)]
     for index, rows in order:
         torch.testing.assert_close(layers[index](rows), expected[id(rows)][index])
     model(first)
-    assert model.q_proj.merged._rows is None, "the rows of a step are kept after it"
+    assert model.q_proj.group._rows is None, "the rows of a step are kept after it"
 
 
 def test_unequal_siblings_are_merged() -> None:
     model = _Attention(torch.float32, bias=False)
     model.k_proj = _layer(96, 32, torch.float32, bias=True)
-    PackedLinears().prepare(model)
+    OneDnnBackend().prepare(model)
     assert {type(layer) for layer in model.children()} == {PackedLinear}
 
 
@@ -133,11 +133,11 @@ def test_subclass_of_linear_is_packed() -> None:
             return 2 * super().forward(rows)
 
     model = nn.Sequential(nn.Linear(8, 8), Doubling(8, 8))
-    PackedLinears().prepare(model)
+    OneDnnBackend().prepare(model)
     assert [type(module) for module in model] == [PackedLinear, Doubling]
 
 
-@pytest.mark.parametrize("backend", [TorchLinear(), PackedLinears()])
+@pytest.mark.parametrize("backend", [PlainBackend(), OneDnnBackend()])
 def test_model_without_linear_layers_is_prepared(backend: linear.LinearBackend) -> None:
     with pytest.raises(ValueError, match="no linear layers"):
         backend.prepare(nn.Sequential(nn.LayerNorm(4)))
@@ -146,7 +146,7 @@ def test_model_without_linear_layers_is_prepared(backend: linear.LinearBackend) 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])  # qwen3's head is tied to its embedding
 def test_memory_is_reported_wrongly(family: str, tiny_model: TinyModel) -> None:
     runner = load(tiny_model(family))
-    if runner.report.linear != PackedLinears.name:
+    if runner.report.linear != OneDnnBackend.name:
         pytest.skip(runner.report.linear_reason)
     model = runner._model
     packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
@@ -177,7 +177,7 @@ def test_missing_operator_is_hidden(tiny_model: TinyModel, monkeypatch: pytest.M
     runner = load_runner(
         tiny_model("llama"), dtype="float32", device="cpu", block_size=16, kv_cache_bytes=1 << 20, progress=said.append
     )
-    assert runner.report.linear == TorchLinear.name
+    assert runner.report.linear == PlainBackend.name
     assert runner.report.linear_reason.endswith("do not run here: this processor cannot")
     assert runner.report.weights.packed == 0
     assert any(runner.report.linear_reason in line for line in said)
@@ -187,7 +187,7 @@ def test_missing_operator_is_hidden(tiny_model: TinyModel, monkeypatch: pytest.M
 @pytest.mark.parametrize(("device", "reason"), [("cuda:0", "not for cuda:0"), ("meta", "not for meta")])
 def test_weights_are_packed_for_another_device(device: str, reason: str) -> None:
     backend, why = choose_linear(device, torch.bfloat16)
-    assert isinstance(backend, TorchLinear)
+    assert isinstance(backend, PlainBackend)
     assert reason in why
 
 
@@ -197,7 +197,7 @@ def test_wrong_packed_layer_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(linear.PackedLinear, "forward", off_by_a_bit)
     backend, why = choose_linear("cpu", torch.float32)
-    assert isinstance(backend, TorchLinear)
+    assert isinstance(backend, PlainBackend)
     assert "wrong here" in why
 
 

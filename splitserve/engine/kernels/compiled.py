@@ -61,12 +61,12 @@ def load_kernels(dtype: str, folder: Path | None, progress: Progress) -> Kernels
 
 def _load(dtype: str, folder: Path | None, progress: Progress) -> Kernels:
     if folder is None:
-        progress("compiling attention kernels (no folder to keep them in)")
+        progress("compiling kernels (no folder to keep them in)")
         return _compile(dtype, is_cached=False)
     try:
         return _load_cached(dtype, folder / _fingerprint(), progress)
     except OSError as error:
-        progress(f"compiling attention kernels, which cannot be kept: {error}")
+        progress(f"compiling kernels, which cannot be kept: {error}")
         return _compile(dtype, is_cached=False)
 
 
@@ -95,7 +95,7 @@ class _Announcement(Listener):
 
     def on_start(self, event: Any) -> None:
         if not self._is_made:
-            self._progress("compiling attention kernels (once)")
+            self._progress("compiling kernels (once)")
         self._is_made = True
 
     def on_end(self, event: Any) -> None:
