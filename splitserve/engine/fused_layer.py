@@ -1,6 +1,6 @@
 """A decoder layer in a few large calls: matmuls, attention, and one compiled kernel for all that lies between two.
 
-Made by `fusing`, which also proves it. It has the place and the children of a transformers layer, so that names and
+Made by `fusing`, which also tries it. It has the place and the children of a transformers layer, so that names and
 weights of the model are what they were; the threads are those of the CPU's attention back end.
 """
 

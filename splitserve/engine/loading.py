@@ -1,4 +1,4 @@
-"""From a model directory to a proved runner: config decision, safetensors weights, self-test, pool.
+"""From a model directory to a tested runner: config decision, safetensors weights, self-test, pool.
 
 Called by the worker's engine process; keeps no state. Everything that a model can be refused for is raised here.
 """
@@ -17,9 +17,9 @@ from splitserve.engine.fusing import fuse_layers
 from splitserve.engine.layout import KVLayout
 from splitserve.engine.linear import LinearBackend, choose_linear
 from splitserve.engine.pool import DTYPES, KVPool
-from splitserve.engine.proof import Proof, ProofFolder, proof_name
 from splitserve.engine.report import LoadReport, PartTimes, WeightBytes
 from splitserve.engine.runner import ModelRunner
+from splitserve.engine.selftest_result import ResultFolder, SelfTestResult, result_name
 from splitserve.engine.support import UnsupportedModel
 from splitserve.engine.transformers_api import AutoConfig, AutoModelForCausalLM, transformers_logging, without_compiler
 from splitserve.engine.trust import SAFE, Trust
@@ -69,13 +69,13 @@ def load_runner(
     progress: Callable[[str], None] | None = None,
     trust: Trust = SAFE,
     kernel_folder: Path | None = None,
-    proof_folder: Path | None = None,
+    selftest_folder: Path | None = None,
 ) -> ModelRunner:
-    """Reads the model in `directory`, proves that it can be served, and makes a pool of `kv_cache_bytes`.
+    """Reads the model in `directory`, tests that it can be served, and makes a pool of `kv_cache_bytes`.
 
     `dtype` is "auto", "bfloat16" or "float32"; `trust` says what of the directory may run; back ends that are not given
     are the fastest that work here, and `report` of the runner names them; `kernel_folder` keeps what is compiled for
-    them and `proof_folder` what the self-test found, for the next start. UnsupportedModel (a ValueError) with the
+    them and `selftest_folder` what the self-test found, for the next start. UnsupportedModel (a ValueError) with the
     reason when the model cannot be served; ValueError when not even one block fits into `kv_cache_bytes`.
     """
     times, progress = PartTimes(), progress or (lambda _: None)
@@ -94,13 +94,13 @@ def load_runner(
         num_heads, num_kv_heads, head_dim = support.attention_shape(config)
         maker = _RunnerMaker(attention, device, num_heads, support.max_positions(config))
         layout = KVLayout(config.num_hidden_layers, num_kv_heads, head_dim, block_size, dtype)
-        name = proof_name(directory, device, layout=layout, attention=attention.name, linear=linear.name)
-        proofs = ProofFolder(proof_folder, name)
+        name = result_name(directory, device, layout=layout, attention=attention.name, linear=linear.name)
+        results = ResultFolder(selftest_folder, name)
     num_blocks = kv_cache_bytes // layout.block_nbytes
     if num_blocks < 1:
         raise ValueError(f"{kv_cache_bytes} bytes of KV cache hold no block of {layout.block_nbytes} bytes")
     register_paged_attention()
-    known = proofs.recall()
+    known = results.recall()
     if known is None:
         progress(f"checking that {config.model_type} runs on paged attention")
         with times.part("self-test"):
@@ -113,11 +113,11 @@ def load_runner(
         layers = fuse_layers(model, attention, dtype)
     progress(f"layers: {layers}")
     with times.part("self-test"):
-        proof = _proof(maker, model, layout, known, progress)
-        proofs.remember(proof)
+        result = _test(maker, model, layout, known, progress)
+        results.remember(result)
     with times.part("pool"):
-        runner = maker.make(model, layout, num_blocks, proof.min_rows)
-    runner.numerics, runner.recompute_exact = proof.numerics, proof.recompute_exact
+        runner = maker.make(model, layout, num_blocks, result.min_rows)
+    runner.numerics, runner.recompute_exact = result.numerics, result.recompute_exact
     runner.report = LoadReport(
         linear=linear.name,
         linear_reason=linear_reason,
@@ -139,9 +139,9 @@ def _require_servable(maker: _RunnerMaker, config: Any, layout: KVLayout, linear
     selftest.require_equal_to_eager(runner, copy, "a random copy of two layers")
 
 
-def _proof(
-    maker: _RunnerMaker, model: Any, layout: KVLayout, known: Proof | None, progress: Callable[[str], None]
-) -> Proof:
+def _test(
+    maker: _RunnerMaker, model: Any, layout: KVLayout, known: SelfTestResult | None, progress: Callable[[str], None]
+) -> SelfTestResult:
     """`known`, if the model still computes what it did then; else the outcome of the whole self-test."""
     if known is not None:
         progress("comparing with an earlier self-test of the same model")
@@ -153,7 +153,7 @@ def _proof(
     outcomes = []
     for min_rows, runner in zip(_MIN_ROWS, tested, strict=True):
         is_exact = selftest.is_exact(runner) and selftest.linear_rows_are_exact(model, min_rows)
-        outcomes.append(Proof(min_rows, selftest.numerics(runner), is_exact))
+        outcomes.append(SelfTestResult(min_rows, selftest.numerics(runner), is_exact))
         if is_exact:
             return outcomes[-1]
     return outcomes[0]

@@ -81,7 +81,7 @@ def build_context(
             progress=progress,
             trust=Trust(remote_code=config.trust_remote_code, pickle=config.allow_pickle),
             kernel_folder=cache_root() / "kernels",
-            proof_folder=cache_root() / "self-tests",
+            selftest_folder=cache_root() / "self-tests",
         )
     for part, seconds in runner.report.seconds.items():
         times.add(part, seconds)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from splitserve.engine import linear, selftest
-from splitserve.engine.linear import PackedLinear, OneDnnBackend, PlainBackend, choose_linear
+from splitserve.engine.linear import OneDnnBackend, PackedLinear, PlainBackend, choose_linear
 from splitserve.engine.loading import load_runner
 from tests.engine.driver import load
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from splitserve.engine import proof, selftest
+from splitserve.engine import selftest, selftest_result
 from splitserve.engine.loading import load_runner
-from splitserve.engine.proof import Proof, ProofFolder, proof_name
 from splitserve.engine.runner import ModelRunner
+from splitserve.engine.selftest_result import ResultFolder, SelfTestResult, result_name
 from splitserve.engine.support import UnsupportedModel
 from tests.compiled import KERNEL_FOLDER
 from tests.tiny_models import build
@@ -21,7 +21,7 @@ TinyModel = Callable[[str], Path]
 
 
 class _Tests:
-    """Loads with a proof folder and counts the comparisons with transformers: two per whole self-test."""
+    """Loads with a result folder and counts the comparisons with transformers: two per whole self-test."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
@@ -37,16 +37,16 @@ class _Tests:
     def load(self, directory: Path, **changes: Any) -> tuple[ModelRunner, int]:
         before = self.num_comparisons
         options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "block_size": 16, "kv_cache_bytes": 1 << 20}
-        runner = load_runner(directory, proof_folder=self.folder, kernel_folder=KERNEL_FOLDER, **(options | changes))
+        runner = load_runner(directory, selftest_folder=self.folder, kernel_folder=KERNEL_FOLDER, **(options | changes))
         return runner, self.num_comparisons - before
 
-    def proofs(self) -> list[Path]:
+    def results(self) -> list[Path]:
         return sorted(self.folder.iterdir())
 
 
 @pytest.fixture
 def tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Tests:
-    return _Tests(tmp_path / "proofs", monkeypatch)
+    return _Tests(tmp_path / "results", monkeypatch)
 
 
 def test_passed_self_test_is_repeated_or_forgotten(tests: _Tests, tiny_model: TinyModel) -> None:
@@ -55,17 +55,17 @@ def test_passed_self_test_is_repeated_or_forgotten(tests: _Tests, tiny_model: Ti
     assert (num_first, num_second) == (2, 0)
     for name in ("numerics", "recompute_exact", "_min_rows"):
         assert getattr(second, name) == getattr(first, name)
-    assert len(tests.proofs()) == 1
+    assert len(tests.results()) == 1
 
 
 @pytest.mark.parametrize("change", [{"dtype": "bfloat16"}, {"block_size": 8}])
-def test_proof_is_believed_of_another_choice(tests: _Tests, tiny_model: TinyModel, change: dict[str, Any]) -> None:
+def test_result_is_believed_of_another_choice(tests: _Tests, tiny_model: TinyModel, change: dict[str, Any]) -> None:
     tests.load(tiny_model("llama"))
     assert tests.load(tiny_model("llama"), **change)[1] == 2
-    assert len(tests.proofs()) == 2
+    assert len(tests.results()) == 2
 
 
-def test_proof_is_believed_of_other_weights(tests: _Tests, tmp_path: Path) -> None:
+def test_result_is_believed_of_other_weights(tests: _Tests, tmp_path: Path) -> None:
     directory = build("llama", tmp_path / "model")
     before = tests.load(directory)[0].numerics
     weights = load_file(directory / "model.safetensors")
@@ -89,11 +89,11 @@ def test_broken_weights_pass_because_others_did(tests: _Tests, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"min_rows": 2}', '{"more": 1, "min_rows": 2}', "\xff"])
-def test_unreadable_proof_stops_the_start(tests: _Tests, tiny_model: TinyModel, content: str) -> None:
+def test_unreadable_result_stops_the_start(tests: _Tests, tiny_model: TinyModel, content: str) -> None:
     tests.load(tiny_model("llama"))
-    tests.proofs()[0].write_text(content, encoding="latin-1")
+    tests.results()[0].write_text(content, encoding="latin-1")
     assert tests.load(tiny_model("llama"))[1] == 2
-    assert json.loads(tests.proofs()[0].read_text())["recompute_exact"] is True
+    assert json.loads(tests.results()[0].read_text())["recompute_exact"] is True
 
 
 def test_folder_that_cannot_be_written_stops_the_start(tests: _Tests, tiny_model: TinyModel) -> None:
@@ -101,13 +101,13 @@ def test_folder_that_cannot_be_written_stops_the_start(tests: _Tests, tiny_model
     assert tests.load(tiny_model("llama"))[1] == 2
 
 
-def test_proof_outlives_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_result_outlives_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the model's code and config, of the libraries, their settings, the threads and our own code."""
     directory = build("llama", tmp_path / "model")
-    names = [proof_name(directory, "cpu", dtype="float32")]
+    names = [result_name(directory, "cpu", dtype="float32")]
 
     def name_again() -> None:
-        names.append(proof_name(directory, "cpu", dtype="float32"))
+        names.append(result_name(directory, "cpu", dtype="float32"))
 
     (directory / "modeling_own.py").write_text("pass")
     name_again()
@@ -118,14 +118,14 @@ def test_proof_outlives_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     name_again()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
     name_again()
-    monkeypatch.setattr(proof, "version", lambda name: f"{name} of tomorrow")
+    monkeypatch.setattr(selftest_result, "version", lambda name: f"{name} of tomorrow")
     name_again()
-    monkeypatch.setattr(proof, "_engine_digest", lambda: "other code")
+    monkeypatch.setattr(selftest_result, "_engine_digest", lambda: "other code")
     name_again()
     assert len(set(names)) == len(names)
 
 
-def test_proof_without_a_folder_is_kept() -> None:
-    nowhere = ProofFolder(None, "name")
-    nowhere.remember(Proof(2, "abc", True))
+def test_result_without_a_folder_is_kept() -> None:
+    nowhere = ResultFolder(None, "name")
+    nowhere.remember(SelfTestResult(2, "abc", True))
     assert nowhere.recall() is None

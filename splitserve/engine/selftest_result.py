@@ -1,6 +1,6 @@
 """Self-tests that this machine has passed: what came out of one, kept for the next start of the same thing.
 
-Called by the loader. A proof is named by everything that could change its outcome, except the weights; for those its
+Called by the loader. A result is named by everything that could change its outcome, except the weights; for those its
 `numerics` stand, which the loader computes anew at every start and compares.
 """
 
@@ -23,7 +23,7 @@ _SETTINGS = ("ATEN_", "CUBLAS_", "DNNL_", "KMP_", "MKL_", "NUMBA_", "NVIDIA_", "
 
 
 @dataclass(frozen=True)
-class Proof:
+class SelfTestResult:
     """`numerics` and `recompute_exact` are the runner's; with fewer rows than `min_rows` it would not be exact."""
 
     min_rows: int
@@ -31,7 +31,7 @@ class Proof:
     recompute_exact: bool
 
 
-def proof_name(directory: Path, device: str, **choices: object) -> str:
+def result_name(directory: Path, device: str, **choices: object) -> str:
     """The name of a self-test's outcome: model code and config in `directory`, our code, the libraries and their
     settings, the processor, and the loader's `choices`."""
     facts = {
@@ -48,29 +48,29 @@ def proof_name(directory: Path, device: str, **choices: object) -> str:
 
 
 @dataclass(frozen=True)
-class ProofFolder:
-    """Where the proof called `name` is kept; without a folder nothing is."""
+class ResultFolder:
+    """Where the result called `name` is kept; without a folder nothing is."""
 
     folder: Path | None
     name: str
 
-    def recall(self) -> Proof | None:
-        """The proof, or None where there is none that can be read."""
+    def recall(self) -> SelfTestResult | None:
+        """The result, or None where there is none that can be read."""
         if self.folder is None:
             return None
         try:
-            return Proof(**json.loads((self.folder / self.name).read_text(encoding="utf-8")))
+            return SelfTestResult(**json.loads((self.folder / self.name).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             return None
 
-    def remember(self, proof: Proof) -> None:
-        """Keeps `proof`, whole or not at all. Without a folder to write to the next start takes its time, no more."""
-        if self.folder is None or self.recall() == proof:
+    def remember(self, result: SelfTestResult) -> None:
+        """Keeps `result`, whole or not at all. Without a folder to write to the next start takes its time, no more."""
+        if self.folder is None or self.recall() == result:
             return
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             with NamedTemporaryFile("w", dir=self.folder, prefix=".", delete=False, encoding="utf-8") as file:
-                json.dump(asdict(proof), file)
+                json.dump(asdict(result), file)
             os.replace(file.name, self.folder / self.name)
 
 
