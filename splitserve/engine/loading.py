@@ -24,9 +24,10 @@ from splitserve.engine.support import UnsupportedModel
 from splitserve.engine.transformers_api import AutoConfig, AutoModelForCausalLM, transformers_logging, without_compiler
 from splitserve.engine.trust import SAFE, Trust
 
-# Rows below which a matmul may round differently than with more. One row does; plain float32 layers may have their own
-# path for up to 15, and then a small decode step pays for exactness with a few rows that cost little.
-_MIN_ROWS = (2, 16)
+# Rows below which a matmul may round differently than with more: packed layers look after a lone row themselves; plain
+# float32 layers may have their own path for up to 15 rows, and then a small decode step pays for exactness with a few
+# rows more.
+_MIN_ROWS = (1, 2, 16)
 
 
 def resolve_dtype(dtype: str, device: str) -> str:

@@ -77,7 +77,7 @@ def test_fused_model_computes_something_else(family: str, dtype: str, tiny_model
 @cache
 def _exact_case(directory: Path, dtype: str) -> tuple[ModelRunner, list[int], torch.Tensor]:
     runner, prompt = load(directory, dtype=dtype), random_prompt(80, seed=3)
-    assert runner._min_rows == 2
+    assert runner._min_rows == 1
     rows = runner.run([Segment(prompt, 0, range(NUM_BLOCKS), True, True)])
     return runner, prompt, rows
 
