@@ -83,15 +83,14 @@ class DecodeEngine(EngineBase):
         )
 
     def _take_room(self, command: messages.Reserve) -> Reservation:
-        """Pins what the prefix cache holds and reserves the rest."""
+        """Pins what the prefix cache holds, whatever prefill has to compute of it anew, and reserves the rest."""
         start, token_ids = command.start, command.start.token_ids
-        keys, reads_cache = self._key_chain(token_ids), self._reads_cache(start)
+        keys = self._key_chain(token_ids)
         num_full = len(keys.complete)
-        cached = self._pin_cached(keys, reads_cache=reads_cache)
+        cached = self._pin_cached(keys)
         reserved = self._allocator.reserve(num_full + len(start.samples) - len(cached))
         assert reserved is not None, "room is judged without hits"
-        if reads_cache:
-            self._count_lookup(len(token_ids), len(cached) * self._layout.block_size)
+        self._count_lookup(len(token_ids), len(cached) * self._layout.block_size)
         blocks = cached + reserved
         return Reservation(
             attempt=command.attempt,

@@ -67,8 +67,8 @@ class PrefillEngine(EngineBase):
             self._refuse(command, refusal)
             return
         token_ids = start.token_ids
-        keys, reads_cache = self._key_chain(token_ids), self._reads_cache(start)
-        blocks, num_cached = self._take_blocks(len(token_ids), keys, reads_cache=reads_cache)
+        keys, is_scored = self._key_chain(token_ids), start.limits.prompt_logprobs is not None
+        blocks, num_cached = self._take_blocks(len(token_ids), keys, is_scored=is_scored)
         attempt = PrefillAttempt(
             attempt=command.attempt,
             session=command.session,
@@ -91,16 +91,17 @@ class PrefillEngine(EngineBase):
         # Before the answer, so that a router never sees the answer without the room that it took.
         self.report_load()
         self._publish(messages.Accepted(session=command.session, attempt=command.attempt, num_cached_tokens=num_cached))
-        if reads_cache:
+        if not is_scored:
             self._count_lookup(len(token_ids), num_cached)
         self._push_blocks(attempt, num_cached // self._layout.block_size)
 
-    def _take_blocks(self, num_tokens: int, keys: KeyChain, *, reads_cache: bool) -> tuple[list[int], int]:
-        """Blocks for all tokens, cached ones first, and how many tokens need not be computed: never all of them.
+    def _take_blocks(self, num_tokens: int, keys: KeyChain, *, is_scored: bool) -> tuple[list[int], int]:
+        """Blocks for all tokens, cached ones first, and how many tokens need not be computed: never all of them, and
+        none of a prompt whose logprobs are wanted, because a token that is not computed has no logits.
 
         The caller has found room for all blocks, which is more than enough for those that are not cached.
         """
-        cached = self._pin_cached(keys, reads_cache=reads_cache)
+        cached = [] if is_scored else self._pin_cached(keys)
         num_cached = len(cached) * self._layout.block_size
         if num_cached < num_tokens:
             fresh = self._allocator.allocate(self._layout.blocks_for(num_tokens) - len(cached))
@@ -111,7 +112,7 @@ class PrefillEngine(EngineBase):
         last = cached.pop()
         self._allocator.release([last])
         own = self._allocator.allocate(1)
-        assert own is not None, "a block has just been released"
+        assert own is not None, "room is judged without hits"
         if own != [last]:  # else it was the last one to be evicted: ours now, bytes and all
             self._runner.pool.copy_block(last, own[0])
         return cached + own, num_tokens - 1

@@ -58,17 +58,17 @@ class EngineBase(ABC):
         keys.extend(token_ids)
         return keys
 
-    def _reads_cache(self, start: messages.Start) -> bool:
-        """The logprobs of a prompt need all of its tokens computed."""
-        return self._context.config.enable_prefix_caching and start.limits.prompt_logprobs is None
+    @property
+    def _has_cache(self) -> bool:
+        return self._context.config.enable_prefix_caching
 
-    def _pin_cached(self, keys: KeyChain, *, reads_cache: bool) -> list[int]:
+    def _pin_cached(self, keys: KeyChain) -> list[int]:
         """The blocks at the start of the sequence that are here already, pinned for it."""
-        return self._allocator.pin(keys.complete) if reads_cache else []
+        return self._allocator.pin(keys.complete) if self._has_cache else []
 
     def _cache(self, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
         """Offers a sequence's blocks, complete and verified, to whoever has the same tokens next."""
-        if self._context.config.enable_prefix_caching:
+        if self._has_cache:
             self._allocator.cache(blocks, keys)
 
     def _forget_cached(self, keys: KeyChain) -> None:
@@ -76,7 +76,8 @@ class EngineBase(ABC):
         self._allocator.forget(keys.complete)
 
     def _count_lookup(self, num_tokens: int, num_cached_tokens: int) -> None:
-        self._publish(messages.CacheLookup(num_tokens=num_tokens, num_cached_tokens=num_cached_tokens))
+        if self._has_cache:
+            self._publish(messages.CacheLookup(num_tokens=num_tokens, num_cached_tokens=num_cached_tokens))
 
     # Refusing and ending
 

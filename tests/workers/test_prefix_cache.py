@@ -462,17 +462,25 @@ def test_cache_is_used_although_it_is_off(make_pair: MakePair) -> None:
         assert rig.said(messages.CacheLookup) == []
 
 
+@pytest.mark.parametrize("blocks", [(3, 3), (0, 2), (3, 0)])
 def test_request_that_must_compute_every_token_skips_some(
-    tiny: Tiny, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+    blocks: tuple[int, int], tiny: Tiny, make_pair: MakePair
 ) -> None:
+    """A prompt whose logprobs are wanted is computed whole; what decode holds of it is not sent again for that."""
     pair = make_pair()
-    warm(pair, 3, 3)
+    warm(pair, *blocks)
     for rig in (pair.prefill, pair.decode):
-        monkeypatch.setattr(rig.engine, "_reads_cache", lambda start: False)
-    attempt = pair.begin(X[: 3 * B], max_tokens=4)
-    assert finish(pair, attempt) == greedy(tiny("llama"), X[: 3 * B], 4)
+        rig.reports.clear()
+    before = pair.decode.agent.stats().bytes_received
+    attempt = pair.begin(X[: 3 * B + 1], max_tokens=4, prompt_logprobs=0)
+    assert finish(pair, attempt) == greedy(tiny("llama"), X[: 3 * B + 1], 4)
     assert num_cached(pair, attempt) == 0
-    assert pair.prefill.said(messages.FirstTokens)[-1].num_computed_tokens == 3 * B
+    assert pair.prefill.said(messages.FirstTokens)[-1].num_computed_tokens == 3 * B + 1
+    assert pair.ticket(attempt).num_cached_blocks == blocks[1]
+    received = pair.decode.agent.stats().bytes_received - before
+    assert received == (4 - blocks[1]) * pair.decode.runner.layout.block_nbytes
+    assert pair.prefill.said(messages.CacheLookup) == []
+    assert pair.decode.said(messages.CacheLookup) == [messages.CacheLookup(3 * B + 1, blocks[1] * B)]
     pair.assert_drained()
 
 

@@ -177,6 +177,7 @@ def test_warm_cache_leaves_prompt_logprobs_out(make_pair: MakePair) -> None:
         pair.until(lambda again=again: pair.is_finished(again))
         (accepted,) = [report for report in pair.prefill.said(messages.Accepted) if report.attempt == again]
         assert accepted.num_cached_tokens == (63 if wanted is None else 0)
+        assert pair.ticket(again).num_cached_blocks == 4
         expected = [] if wanted is None else prompt_entries(pair, cold)
         assert prompt_entries(pair, again) == expected
     pair.assert_drained()
