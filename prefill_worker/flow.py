@@ -12,7 +12,7 @@ import structlog
 import torch
 
 from kvtransfer import events
-from prefill_worker.prompt_logprobs import limit_scored, score_chunk
+from prefill_worker.prompt_logprobs import MAX_SCORED_TOKENS, score_chunk
 from prefill_worker.scheduler import Chunk, PromptView, admit, plan_step, tokens_ahead
 from prefill_worker.state import PrefillAttempt
 from splitserve.engine.batch import Segment
@@ -160,11 +160,10 @@ class PrefillEngine(EngineBase):
         chunks = plan_step(
             self._prompts(),
             token_budget=self._context.config.max_num_batched_tokens,
+            scored_budget=MAX_SCORED_TOKENS,
             threshold=self._threshold,
             block_size=self._layout.block_size,
         )
-        scored = frozenset(a.attempt for a in self._attempts.values() if a.num_prompt_logprobs is not None)
-        chunks = limit_scored(chunks, scored)
         segments = [self._segment(chunk) for chunk in chunks]
         logits = self._runner.run(segments)
         # One part of the rows per chunk, which is empty for most.
@@ -175,7 +174,9 @@ class PrefillEngine(EngineBase):
     def _prompts(self) -> list[PromptView]:
         """What is left to compute, in order of arrival."""
         return [
-            PromptView(a.attempt, len(a.token_ids), a.num_computed) for a in self._attempts.values() if a.is_computing
+            PromptView(a.attempt, len(a.token_ids), a.num_computed, a.num_prompt_logprobs is not None)
+            for a in self._attempts.values()
+            if a.is_computing
         ]
 
     def _computed(self, attempt: PrefillAttempt, chunk: Chunk, logits: torch.Tensor) -> None:

@@ -7,21 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from prefill_worker.scheduler import Chunk
 from splitserve.worker import messages
 from splitserve.worker.sampling import logprobs_of
 
 MAX_SCORED_TOKENS = 256
-"""Tokens of one step whose logits may all be held: 50 to 250 MiB, and no step much longer than others."""
-
-
-def limit_scored(chunks: Sequence[Chunk], scored: frozenset[str], limit: int = MAX_SCORED_TOKENS) -> list[Chunk]:
-    """Shortens the chunks of the attempts `scored` to equal shares of `limit`; what is left waits for the next step."""
-    share = max(limit // max(sum(chunk.attempt in scored for chunk in chunks), 1), 1)
-    return [
-        Chunk(chunk.attempt, chunk.start, min(chunk.length, share)) if chunk.attempt in scored else chunk
-        for chunk in chunks
-    ]
+"""Tokens of one step whose logits are all held: 50 to 250 MiB, and no step much longer than others."""
 
 
 def score_chunk(

@@ -2,10 +2,11 @@
 data.
 
 A prompt with more than the *threshold* left to compute is long. While others wait it gets no more than a share of each
-step, so it cannot starve them; the oldest long one always gets that share, so they cannot starve it either.
+step, so it cannot starve them; the oldest long one always gets that share, so they cannot starve it either. Prompts
+whose own logprobs are wanted (*scored*) share a part of the step by the same rules, because their logits take memory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from splitserve.worker.admission import Refusal, Room, blocks_for, lacks_blocks, never_fits
@@ -18,6 +19,7 @@ class PromptView:
     attempt: str
     num_tokens: int
     num_computed: int
+    is_scored: bool = False
 
     @property
     def num_left(self) -> int:
@@ -44,28 +46,50 @@ def tokens_ahead(prompts: Sequence[PromptView], threshold: int) -> int:
     return sum(min(prompt.num_left, threshold) for prompt in prompts)
 
 
-def plan_step(prompts: Sequence[PromptView], *, token_budget: int, threshold: int, block_size: int) -> list[Chunk]:
-    """Fills one step of at most `token_budget` tokens from `prompts`, each with tokens left, in order of arrival.
+def plan_step(
+    prompts: Sequence[PromptView], *, token_budget: int, scored_budget: int, threshold: int, block_size: int
+) -> list[Chunk]:
+    """Fills one step of at most `token_budget` tokens, at most `scored_budget` of them of scored prompts, from
+    `prompts`, each with tokens left, in order of arrival.
 
-    The step is full whenever that many tokens wait. The oldest long prompt is sure of `threshold` tokens. All else goes
-    by size, then arrival, where sizes within a factor of two are equals and so are all short prompts; one that does not
-    fit into what is left is passed by those that do. With `threshold` at most half of the budget, the oldest short
-    prompt always fits. So whatever comes later, a short prompt ends within as many steps as there are prompts up to it,
-    and any prompt within the sum of ceil(num_left / threshold) over the prompts up to it.
+    The step is full whenever so many tokens may be computed. The oldest long prompt is sure of `threshold` tokens. All
+    else goes by size, then arrival, where sizes within a factor of two are equals and so are all short prompts; what
+    does not fit into what is left is passed by what does: a whole prompt, or as much of a scored one as there may be.
+    With `threshold` at most half of the budget, the oldest short prompt always fits. So whatever comes later, any
+    prompt ends within the sum of ceil(num_left / threshold) over the prompts up to it, where a scored one counts with
+    at most half of `scored_budget` for its threshold; and a short one, with no scored one up to it, within as many
+    steps as there are prompts up to it.
     """
+    scored = [prompt for prompt in prompts if prompt.is_scored]
+    allowed = {prompt.attempt: prompt.num_left for prompt in prompts}
+    if scored:
+        share = min(threshold, max(scored_budget // 2, 1))
+        lengths = {chunk.attempt: chunk.length for chunk in _fill(scored, allowed, scored_budget, share, block_size)}
+        allowed |= {prompt.attempt: lengths.get(prompt.attempt, 0) for prompt in scored}
+    return _fill(
+        [prompt for prompt in prompts if allowed[prompt.attempt]], allowed, token_budget, threshold, block_size
+    )
+
+
+def _fill(
+    prompts: Sequence[PromptView], allowed: Mapping[str, int], budget: int, threshold: int, block_size: int
+) -> list[Chunk]:
+    """Up to `budget` tokens, of each prompt as many as it is `allowed`: at least one, at most all that are left."""
     assured = next((prompt for prompt in prompts if prompt.num_left > threshold), None)
-    left = token_budget - (threshold if assured else 0)
+    share = min(threshold, allowed[assured.attempt]) if assured else 0
+    left = budget - share
     chunks: dict[str, Chunk] = {}
     passed = []
     for prompt in sorted(prompts, key=lambda prompt: _size_class(prompt.num_left, threshold)):
-        room = left + (threshold if prompt is assured else 0)
-        if prompt.num_left <= room:
-            chunks[prompt.attempt] = Chunk(prompt.attempt, prompt.num_computed, prompt.num_left)
-            left = room - prompt.num_left
+        room = left + (share if prompt is assured else 0)
+        length = allowed[prompt.attempt]
+        if length <= room:
+            chunks[prompt.attempt] = Chunk(prompt.attempt, prompt.num_computed, length)
+            left = room - length
         else:
             passed.append(prompt)
     for index, prompt in enumerate(passed):
-        room = left + (threshold if prompt is assured else 0)
+        room = left + (share if prompt is assured else 0)
         length = room
         if prompt is not assured and index + 1 < len(passed):
             # Whole blocks leave at once; what follows can use the tokens as well.

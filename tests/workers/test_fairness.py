@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,14 +29,20 @@ class PrefillTier:
     """One prefill worker's steps. `ended` maps each prompt to the number of the step that ended it, from 1."""
 
     budget: int = 512
+    scored_budget: int = 256
     threshold: int = 256
     block_size: int = 16
     prompts: dict[str, PromptView] = field(default_factory=dict)
     num_steps: int = 0
     ended: dict[str, int] = field(default_factory=dict)
 
-    def add(self, name: str, num_tokens: int) -> None:
-        self.prompts[name] = PromptView(name, num_tokens, 0)
+    def add(self, name: str, num_tokens: int, *, is_scored: bool = False) -> None:
+        self.prompts[name] = PromptView(name, num_tokens, 0, is_scored)
+
+    def num_shares(self, prompt: PromptView) -> int:
+        """Steps that the prompt takes of those behind it, at most."""
+        share = min(self.threshold, self.scored_budget // 2) if prompt.is_scored else self.threshold
+        return ceil_div(prompt.num_left, share)
 
     def step(self) -> int:
         """Computes one step; returns how many tokens it took."""
@@ -44,13 +50,14 @@ class PrefillTier:
         chunks = prefill.plan_step(
             list(self.prompts.values()),
             token_budget=self.budget,
+            scored_budget=self.scored_budget,
             threshold=self.threshold,
             block_size=self.block_size,
         )
         for chunk in chunks:
             view = self.prompts[chunk.attempt]
             assert chunk.start == view.num_computed
-            self.prompts[chunk.attempt] = view = PromptView(view.attempt, view.num_tokens, chunk.start + chunk.length)
+            self.prompts[chunk.attempt] = view = replace(view, num_computed=chunk.start + chunk.length)
             if view.num_left == 0:
                 del self.prompts[chunk.attempt]
                 self.ended[chunk.attempt] = self.num_steps
@@ -94,30 +101,35 @@ def test_giant_prompts_are_starved_by_an_endless_crowd() -> None:
     assert late <= 1
 
 
-@settings(max_examples=60)
+ARRIVAL = st.tuples(st.integers(0, 6), st.one_of(st.integers(1, 12), st.integers(1, 150)), st.booleans())
+
+
+@settings(max_examples=100, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 6), st.one_of(st.integers(1, 12), st.integers(1, 150))), min_size=1, max_size=25),
+    st.lists(ARRIVAL, min_size=1, max_size=25),
     st.sampled_from([(2, 1), (16, 8), (17, 3), (24, 12)]),
+    st.sampled_from([2, 5, 12, 40]),
     st.sampled_from([1, 4]),
 )
 def test_some_arrival_is_never_computed(
-    arrivals: list[tuple[int, int]], budget_and_threshold: tuple[int, int], block_size: int
+    arrivals: list[tuple[int, int, bool]], budget_and_threshold: tuple[int, int], scored_budget: int, block_size: int
 ) -> None:
-    """Whatever arrives later, a prompt ends within the shares of those up to it, a short one within their number."""
+    """Whatever arrives later, a prompt ends within the shares of those up to it; a short one within their number, if
+    none of them is scored."""
     budget, threshold = budget_and_threshold
-    tier = PrefillTier(budget, threshold, block_size)
+    tier = PrefillTier(budget, scored_budget, threshold, block_size)
     latest: dict[str, int] = {}
-    waiting = sorted((when, size) for when, size in arrivals)
-    sizes = {f"{index}": size for index, (_, size) in enumerate(waiting)}
-    coming = [(when, str(index)) for index, (when, _) in enumerate(waiting)]
+    coming = [(when, str(index), size, scored) for index, (when, size, scored) in enumerate(sorted(arrivals))]
+    names = {name for _, name, _, _ in coming}
     while coming or tier.prompts:
         while coming and coming[0][0] <= tier.num_steps:
-            name = coming.pop(0)[1]
-            tier.add(name, sizes[name])
-            shares = sum(ceil_div(prompt.num_left, threshold) for prompt in tier.prompts.values())
-            latest[name] = tier.num_steps + (len(tier.prompts) if sizes[name] <= threshold else shares)
+            _, name, size, is_scored = coming.pop(0)
+            tier.add(name, size, is_scored=is_scored)
+            ahead = tier.prompts.values()
+            plain = size <= threshold and not any(prompt.is_scored for prompt in ahead)
+            latest[name] = tier.num_steps + (len(ahead) if plain else sum(map(tier.num_shares, ahead)))
         tier.step()
-    assert tier.ended.keys() == sizes.keys()
+    assert tier.ended.keys() == names
     assert {name: step for name, step in tier.ended.items() if step > latest[name]} == {}
 
 

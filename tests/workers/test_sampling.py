@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from prefill_worker.prompt_logprobs import limit_scored
-from prefill_worker.scheduler import Chunk
 from splitserve.service.reasons import Reason
 from splitserve.worker import messages
 from splitserve.worker.sampling import sampling_params
@@ -212,19 +210,6 @@ def test_prompt_of_nan_gives_numbers(make_pair: MakePair, monkeypatch: pytest.Mo
     assert pair.endings(bad)[0].reason is Reason.INTERNAL
     pair.decode.inbox.put(messages.Release(bad, "lost"))
     pair.assert_drained()
-
-
-@pytest.mark.parametrize(
-    ("chunks", "kept"),
-    [
-        ([("a", 0, 100), ("b", 0, 900)], [("a", 0, 100), ("b", 0, 900)]),
-        ([("x", 0, 900), ("a", 0, 30)], [("x", 0, 256), ("a", 0, 30)]),
-        ([("x", 64, 500), ("a", 0, 300), ("y", 0, 100)], [("x", 64, 128), ("a", 0, 300), ("y", 0, 100)]),
-    ],
-)
-def test_step_holds_more_logits_than_fit(chunks: list[Any], kept: list[Any]) -> None:
-    planned = [Chunk(*chunk) for chunk in chunks]
-    assert limit_scored(planned, frozenset({"x", "y"})) == [Chunk(*chunk) for chunk in kept]
 
 
 def test_seed_gives_two_texts_or_seeds_give_one(tiny: Tiny, make_pair: MakePair) -> None:

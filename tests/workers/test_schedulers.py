@@ -207,11 +207,11 @@ def test_some_pool_makes_decode_lose_or_overdraw(pool: PoolState) -> None:
         assert growing > pool.available + coming - last.num_blocks
 
 
-# Prefill: steps of 64 tokens, more than 32 left is long, blocks of 16.
+# Prefill: steps of 64 tokens, at most 24 of them scored, more than 32 left is long, blocks of 16.
 
 
-def prefill_plan(prompts: list[PromptView], *, budget: int = 64, threshold: int = 32) -> list[Chunk]:
-    return prefill.plan_step(prompts, token_budget=budget, threshold=threshold, block_size=16)
+def prefill_plan(prompts: list[PromptView]) -> list[Chunk]:
+    return prefill.plan_step(prompts, token_budget=64, scored_budget=24, threshold=32, block_size=16)
 
 
 @pytest.mark.parametrize(
@@ -280,6 +280,26 @@ def test_chunk_ends_within_a_block_although_another_can_use_the_tokens() -> None
     assert prefill_plan([PromptView("a", 30, 0), PromptView("b", 30, 0), PromptView("c", 30, 0)])[2].length == 4
 
 
+def scored(attempt: str, num_tokens: int, num_computed: int = 0) -> PromptView:
+    return PromptView(attempt, num_tokens, num_computed, is_scored=True)
+
+
+def test_step_holds_more_logits_than_fit() -> None:
+    assert prefill_plan([scored("x", 900)]) == [Chunk("x", 0, 24)]
+    assert prefill_plan([scored("x", 24), PromptView("a", 30, 0)]) == [Chunk("x", 0, 24), Chunk("a", 0, 30)]
+    # What the scored ones may not use, others do.
+    assert prefill_plan([scored("x", 900), GIANT]) == [Chunk("x", 0, 24), Chunk("giant", 160, 40)]
+    assert prefill_plan([GIANT, scored("x", 900)]) == [Chunk("giant", 160, 40), Chunk("x", 0, 24)]
+    # Among one another they go as all do: short ones pass a long one, which is sure of half.
+    assert prefill_plan([scored("x", 900), scored("y", 12), scored("z", 12)]) == [Chunk("x", 0, 12), Chunk("y", 0, 12)]
+    assert prefill_plan([scored("x", 900), scored("y", 5), scored("z", 7)]) == [
+        Chunk("x", 0, 12), Chunk("y", 0, 5), Chunk("z", 0, 7)
+    ]  # fmt: skip
+    assert prefill_plan([scored("x", 20), scored("y", 20), PromptView("a", 5, 0)]) == [
+        Chunk("x", 0, 20), Chunk("y", 0, 4), Chunk("a", 0, 5)
+    ]  # fmt: skip
+
+
 def test_giant_prompt_is_counted_as_what_short_ones_wait_for() -> None:
     assert prefill.tokens_ahead([], 32) == 0
     assert prefill.tokens_ahead([GIANT, PromptView("a", 40, 10), PromptView("b", 33, 0)], 32) == 32 + 30 + 32
@@ -288,27 +308,32 @@ def test_giant_prompt_is_counted_as_what_short_ones_wait_for() -> None:
 @st.composite
 def prompts(draw: st.DrawFn) -> list[PromptView]:
     """Any mixture of short and long, begun and not."""
-    sizes = draw(
-        st.lists(st.tuples(st.one_of(st.integers(1, 20), st.integers(1, 400)), st.integers(0, 50)), max_size=9)
-    )
-    return [PromptView(str(index), left + done, done) for index, (left, done) in enumerate(sizes)]
+    size = st.one_of(st.integers(1, 20), st.integers(1, 400))
+    sizes = draw(st.lists(st.tuples(size, st.integers(0, 50), st.booleans()), max_size=9))
+    return [PromptView(str(i), left + done, done, is_scored) for i, (left, done, is_scored) in enumerate(sizes)]
 
 
-@given(prompts(), st.integers(1, 70), st.integers(1, 40), st.sampled_from([1, 4, 16]))
+@given(prompts(), st.integers(1, 70), st.integers(1, 70), st.integers(1, 40), st.sampled_from([1, 4, 16]))
 def test_some_step_is_not_full_or_too_full(
-    waiting: list[PromptView], budget: int, threshold: int, block_size: int
+    waiting: list[PromptView], budget: int, scored_budget: int, threshold: int, block_size: int
 ) -> None:
-    """One contiguous chunk per prompt, in order of arrival; every token of the budget that somebody waits for."""
+    """One contiguous chunk per prompt, in order of arrival; every token of the budget that may be computed."""
     threshold = min(threshold, max(budget // 2, 1))
-    step = prefill.plan_step(waiting, token_budget=budget, threshold=threshold, block_size=block_size)
+    step = prefill.plan_step(
+        waiting, token_budget=budget, scored_budget=scored_budget, threshold=threshold, block_size=block_size
+    )
     views = {prompt.attempt: prompt for prompt in waiting}
-    assert sum(chunk.length for chunk in step) == min(budget, sum(prompt.num_left for prompt in waiting))
+    num_scored = min(scored_budget, sum(prompt.num_left for prompt in waiting if prompt.is_scored))
+    others = sum(prompt.num_left for prompt in waiting if not prompt.is_scored)
+    assert sum(chunk.length for chunk in step) == min(budget, others + num_scored)
+    assert sum(chunk.length for chunk in step if views[chunk.attempt].is_scored) <= num_scored
     assert [chunk.attempt for chunk in step] == [p.attempt for p in waiting if p.attempt in {c.attempt for c in step}]
     for chunk in step:
         assert chunk.start == views[chunk.attempt].num_computed
         assert 1 <= chunk.length <= views[chunk.attempt].num_left
-    assert step == prefill.plan_step(waiting, token_budget=budget, threshold=threshold, block_size=block_size)
     lengths = {chunk.attempt: chunk.length for chunk in step}
+    if any(prompt.is_scored for prompt in waiting):
+        return
     if long := [prompt for prompt in waiting if prompt.num_left > threshold]:
         assert lengths[long[0].attempt] >= threshold
     short = [prompt for prompt in waiting if prompt.num_left <= threshold]
