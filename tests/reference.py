@@ -1,4 +1,4 @@
-"""What one process without paging, packing or hand-off generates: transformers in float32, greedy."""
+"""What one process without paging, packing or hand-off generates: transformers in float32, greedy or seeded."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -7,6 +7,11 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
+
+from splitserve.engine.history import TokenHistory
+from splitserve.engine.sampler import SampleRow, sample
+from splitserve.engine.sampling_params import SamplingParams
+from splitserve.models.description import describe
 
 
 @lru_cache(maxsize=16)
@@ -38,3 +43,19 @@ def logits(directory: Path, token_ids: Sequence[int]) -> torch.Tensor:
     """Float32 `[tokens, vocab]`: after each token, what the model makes of the next one."""
     found: torch.Tensor = _model(directory)(torch.tensor([list(token_ids)])).logits[0]
     return found
+
+
+def sampled(directory: Path, prompt: Sequence[int], params: SamplingParams, *, sample_index: int = 0) -> list[int]:
+    """The output ids of a seeded text: after each token the whole sequence runs through the model again."""
+    eos_token_ids = frozenset(describe(directory, "tiny", "r1").eos_token_ids)
+    outputs: list[int] = []
+    while len(outputs) < params.max_tokens:
+        tokens = [*prompt, *outputs]
+        row = SampleRow(params, sample_index, len(outputs), TokenHistory(tokens, len(prompt)))
+        (token,) = sample(logits(directory, tokens)[-1:], [row], eos_token_ids)
+        assert token is not None
+        outputs.append(token)
+        is_end = (token in eos_token_ids and not params.ignore_eos) or token in params.stop_token_ids
+        if is_end and len(outputs) > params.min_tokens:
+            break
+    return outputs

@@ -1,5 +1,6 @@
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,12 +11,12 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Directory of a tiny model of the named family, built once."""
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Directory of a tiny model of the named family, with some config fields changed, built once."""
     root = tmp_path_factory.mktemp("tiny")
 
-    def directory(family: str) -> Path:
-        path = root / family
-        return path if path.exists() else build(family, path)
+    def directory(family: str, **overrides: Any) -> Path:
+        path = root / "-".join([family, *(f"{name}={value}" for name, value in sorted(overrides.items()))])
+        return path if path.exists() else build(family, path, **overrides)
 
     return directory

@@ -1,7 +1,7 @@
 """The attention back ends against float64, and what a row's result must not depend on: company, chunks, threads."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from threading import Event
 from time import sleep
@@ -23,7 +23,8 @@ from tests.compiled import KERNEL_FOLDER
 from tests.engine.attention_cases import Problem, compute, expected, make_problem, poisoned_pool
 
 BACKENDS = [CpuAttention(KERNEL_FOLDER), TorchAttention()]
-CPU = BACKENDS[0]
+
+by_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 
 # Relative to values of about 1: float32 sums of some hundred products, or an output rounded to bfloat16.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1.6e-2}
@@ -50,12 +51,17 @@ def _whole(problem: Problem, backend: AttentionBackend) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+@by_backend
 def test_attention_differs_from_float64(backend: AttentionBackend, shape: dict[str, Any], dtype: str) -> None:
     problem = make_problem([1, 5, 64, 65, 200], seed=3, dtype=dtype, **shape)
     for index, output in enumerate(_whole(problem, backend)):
-        difference = np.abs(output.double().numpy() - expected(problem, index)).max()
-        assert difference < TOLERANCE[dtype], (index, difference)
+        _require_near(output, problem, index)
+
+
+def _require_near(output: torch.Tensor, problem: Problem, index: int) -> None:
+    """The whole sequence's rows against float64."""
+    difference = np.abs(output.double().numpy() - expected(problem, index)).max()
+    assert difference < TOLERANCE[problem.layout.dtype], (index, difference)
 
 
 def test_output_is_cut_off_instead_of_rounded() -> None:
@@ -119,30 +125,54 @@ def _plans(draw: st.DrawFn) -> tuple[Problem, list[list[tuple[int, int, int]]]]:
     return problem, forwards
 
 
-@given(_plans())
-@settings(max_examples=150, deadline=None, derandomize=True)
-def test_company_or_chunks_change_a_bit(case: tuple[Problem, list[list[tuple[int, int, int]]]]) -> None:
+@by_backend
+@given(case=_plans())
+@settings(max_examples=120, deadline=None, derandomize=True)
+def test_company_or_chunks_change_a_bit(
+    backend: AttentionBackend, case: tuple[Problem, list[list[tuple[int, int, int]]]]
+) -> None:
+    """And what each sequence gives alone is right: random shapes and ragged lengths against float64, beside blocks of
+    NaN."""
     problem, forwards = case
     alone = [
-        compute(problem, CPU, poisoned_pool(problem), [(index, 0, len(query))])[0]
+        compute(problem, backend, poisoned_pool(problem), [(index, 0, len(query))])[0]
         for index, query in enumerate(problem.queries)
     ]
+    for index, output in enumerate(alone):
+        _require_near(output, problem, index)
     pool = poisoned_pool(problem)
     for forward in forwards:
-        for (index, start, end), output in zip(forward, compute(problem, CPU, pool, forward), strict=True):
+        for (index, start, end), output in zip(forward, compute(problem, backend, pool, forward), strict=True):
             assert torch.equal(output, alone[index][start:end]), forward
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_long_context_changes_a_bit(dtype: str) -> None:
+@by_backend
+def test_long_context_changes_a_bit(backend: AttentionBackend, dtype: str) -> None:
     """More query rows than one item holds, and a prompt's last token again as a decode step."""
     problem = make_problem([900, 40], seed=11, dtype=dtype)
     pool = poisoned_pool(problem)
-    whole = compute(problem, CPU, pool, [(0, 0, 900)])[0]
-    again = compute(problem, CPU, pool, [(1, 0, 40), (0, 899, 900)])[1]
+    whole = compute(problem, backend, pool, [(0, 0, 900)])[0]
+    again = compute(problem, backend, pool, [(1, 0, 40), (0, 899, 900)])[1]
     assert torch.equal(again[0], whole[-1])
-    chunked = [compute(problem, CPU, pool, [(0, start, min(start + 333, 900))])[0] for start in range(0, 900, 333)]
+    chunked = [compute(problem, backend, pool, [(0, start, min(start + 333, 900))])[0] for start in range(0, 900, 333)]
     assert torch.equal(torch.cat(chunked), whole)
+
+
+@by_backend
+def test_large_decode_batch_changes_a_bit(backend: AttentionBackend) -> None:
+    """More sequences than are gathered together, of very different lengths: each beside all others, and alone."""
+    lengths = [1 + 37 * index % 600 for index in range(70)]
+    problem = make_problem(lengths, seed=17, num_kv_heads=1, heads_per_kv_head=4, head_dim=16)
+    whole = _whole(problem, backend)
+    pool = poisoned_pool(problem)
+    chunks = [(index, 0, length - 1) for index, length in enumerate(lengths) if length > 1]
+    compute(problem, backend, pool, chunks)
+    steps = [(index, length - 1, length) for index, length in enumerate(lengths)]
+    together = compute(problem, backend, pool, steps)
+    for index, step in enumerate(steps):
+        assert torch.equal(together[index][0], whole[index][-1])
+        assert torch.equal(compute(problem, backend, pool, [step])[0][0], whole[index][-1])
 
 
 @pytest.fixture
@@ -153,17 +183,21 @@ def three_threads() -> Iterator[CpuAttention]:
     torch.set_num_threads(before)
 
 
-def test_number_of_threads_changes_a_bit(three_threads: CpuAttention) -> None:
+@pytest.mark.parametrize("make", [lambda: CpuAttention(KERNEL_FOLDER), TorchAttention], ids=["cpu", "torch"])
+def test_number_of_threads_changes_a_bit(make: Callable[[], AttentionBackend], request: pytest.FixtureRequest) -> None:
     problem = make_problem([500, 1, 90, 64], seed=13, heads_per_kv_head=4)
-    for alone, shared in zip(_whole(problem, CPU), _whole(problem, three_threads), strict=True):
-        assert torch.equal(alone, shared)
-    pool = poisoned_pool(problem)
-    compute(problem, CPU, pool, [(0, 0, 499), (2, 0, 89)])
+    chunks: Sequence[tuple[int, int, int]] = [(0, 0, 499), (2, 0, 89)]
     step: Sequence[tuple[int, int, int]] = [(2, 89, 90), (0, 499, 500)]
-    for alone, shared in zip(
-        compute(problem, CPU, pool, step), compute(problem, three_threads, pool, step), strict=True
-    ):
-        assert torch.equal(alone, shared)
+
+    def results() -> list[torch.Tensor]:
+        backend, pool = make(), poisoned_pool(problem)
+        compute(problem, backend, pool, chunks)
+        return [*_whole(problem, backend), *compute(problem, backend, pool, step)]
+
+    alone = results()
+    request.getfixturevalue("three_threads")
+    for ours, shared in zip(alone, results(), strict=True):
+        assert torch.equal(ours, shared)
 
 
 def test_other_threads_write_after_an_error(three_threads: CpuAttention) -> None:

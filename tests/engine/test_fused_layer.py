@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -27,9 +27,10 @@ from splitserve.engine.runner import ModelRunner
 from splitserve.engine.torch_attention import TorchAttention
 from tests.compiled import KERNEL_FOLDER
 from tests.engine.driver import load, random_prompt
+from tests.exactness import require_exact
 from tests.tiny_models import FAMILIES
 
-TinyModel = Callable[[str], Path]
+TinyModel = Callable[..., Path]
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 FUSED = ["llama", "mistral", "qwen2", "qwen3"]
@@ -75,21 +76,27 @@ def test_fused_model_computes_something_else(family: str, dtype: str, tiny_model
 
 
 @cache
-def _exact_case(directory: Path, dtype: str) -> tuple[ModelRunner, list[int], torch.Tensor]:
+def _exact_case(directory: Path, dtype: str) -> tuple[ModelRunner, list[int], torch.Tensor, torch.Tensor]:
+    """A prompt of whole blocks, its logits after each token and its blocks, from one forward alone."""
     runner, prompt = load(directory, dtype=dtype), random_prompt(80, seed=3)
-    assert runner._min_rows == 1
+    require_exact(runner)
     rows = runner.run([Segment(prompt, 0, range(NUM_BLOCKS), True, True)])
-    return runner, prompt, rows
+    return runner, prompt, rows, runner.pool.tensor[: len(prompt) // 16].clone()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize(("family", "intermediate_size"), [("llama", 96), ("qwen3", 96), ("llama", 1536)])
 @settings(max_examples=12, deadline=None)
 @given(cuts=st.sets(st.integers(1, 79), max_size=4), company=st.lists(st.integers(1, 70), max_size=2))
+@example(cuts={1, 79}, company=[])  # lone rows, which differ in a matmul of one row from 1,024 inputs on
+@example(cuts={79}, company=[1])
 def test_chunk_or_company_changes_a_row(
-    family: str, dtype: str, tiny_model: TinyModel, cuts: set[int], company: list[int]
+    family: str, intermediate_size: int, dtype: str, tiny_model: TinyModel, cuts: set[int], company: list[int]
 ) -> None:
-    runner, prompt, expected = _exact_case(tiny_model(family), dtype)
+    """Logits, and K and V in the pool."""
+    directory = tiny_model(family, intermediate_size=intermediate_size)
+    runner, prompt, expected, expected_kv = _exact_case(directory, dtype)
+    runner.pool.tensor.fill_(torch.nan)
     ends = [*sorted(cuts), 80]
     for start, end in zip([0, *ends], ends, strict=False):
         others = [
@@ -98,6 +105,7 @@ def test_chunk_or_company_changes_a_row(
         ]
         segment = Segment(prompt[start:end], start, range(NUM_BLOCKS), True)
         assert torch.equal(runner.run([*others, segment])[0], expected[end - 1])
+    assert torch.equal(runner.pool.tensor[: len(expected_kv)], expected_kv)
 
 
 class _OneMore(nn.Module):

@@ -13,6 +13,7 @@ from splitserve.engine import linear, selftest
 from splitserve.engine.linear import OneDnnBackend, PackedLinear, PlainBackend, choose_linear
 from splitserve.engine.loading import load_runner
 from tests.engine.driver import load
+from tests.exactness import why_not_exact
 
 TinyModel = Callable[[str], Path]
 
@@ -70,9 +71,10 @@ def test_company_changes_a_row(shape: tuple[int, int], dtype: torch.dtype, count
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_recomputation_with_packed_layers_is_inexact(dtype: str, tiny_model: TinyModel) -> None:
     """One row suffices in both dtypes, as layers that need two see to it; plain ones of float32 need sixteen."""
+    if reason := why_not_exact(dtype):
+        pytest.skip(reason)
     runner = load(tiny_model("llama"), dtype=dtype)
-    if runner.report.linear != OneDnnBackend.name:
-        pytest.skip(runner.report.linear_reason)
+    assert runner.report.linear == OneDnnBackend.name, runner.report.linear_reason
     assert runner.recompute_exact
     assert runner._min_rows == 1
 
@@ -163,9 +165,10 @@ def test_model_without_linear_layers_is_prepared(backend: linear.LinearBackend) 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])  # qwen3's head is tied to its embedding
 def test_memory_is_reported_wrongly(family: str, tiny_model: TinyModel) -> None:
+    if reason := why_not_exact("float32"):
+        pytest.skip(reason)
     runner = load(tiny_model(family))
-    if runner.report.linear != OneDnnBackend.name:
-        pytest.skip(runner.report.linear_reason)
+    assert runner.report.linear == OneDnnBackend.name, runner.report.linear_reason
     model = runner._model
     packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
     assert runner.report.weights.plain == sum(parameter.nbytes for parameter in model.parameters()) + sum(

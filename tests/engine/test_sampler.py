@@ -10,6 +10,7 @@ import torch
 from splitserve.engine.sampler import SampleRow, sample, uniform
 from splitserve.engine.sampling_params import SamplingParams
 from splitserve.engine.stopping import FinishReason, finish_reason
+from tests.chi_square import assert_drawn_from, limit
 
 PARAMS = SamplingParams(max_tokens=100)
 GREEDY = replace(PARAMS, temperature=0.0)
@@ -73,12 +74,24 @@ def test_uniform_differs_between_machines_or_leaves_the_unit_interval() -> None:
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_frequencies_are_not_the_probabilities(temperature: float) -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, 0.5, -1.0, 1.5, -0.5, 2.5])
-    count = 20_000
-    tokens = _draws(logits, replace(PARAMS, temperature=temperature, seed=1234), count)
-    expected = _probabilities(logits / temperature) * count
-    observed = np.bincount(tokens, minlength=8)
-    chi_square = float(((observed - expected) ** 2 / expected).sum())
-    assert chi_square < 24.3  # 0.1 % of honest samplers exceed it with 7 degrees of freedom; the seed is fixed
+    tokens = _draws(logits, replace(PARAMS, temperature=temperature, seed=1234), 20_000)
+    assert_drawn_from(np.bincount(tokens, minlength=8), _probabilities(logits / temperature))
+
+
+@pytest.mark.parametrize(
+    ("degrees", "exact"), [(1, 10.828), (4, 18.467), (5, 20.515), (7, 24.322), (9, 27.877), (30, 59.703)]
+)
+def test_limit_is_that_of_other_degrees_of_freedom(degrees: int, exact: float) -> None:
+    """Against a table of chi-square's quantile 0.999."""
+    assert limit(degrees) == pytest.approx(exact, rel=0.015 if degrees > 3 else 0.04)
+
+
+@pytest.mark.parametrize("observed", [[40, 120, 40], [66, 67, 66, 1], [200, 0, 0]], ids=str)
+def test_wrong_frequencies_pass(observed: list[int]) -> None:
+    probabilities = np.array([1 / 3, 1 / 3, 1 / 3, 0.0][: len(observed)])
+    assert_drawn_from(np.array([60, 75, 65, 0])[: len(observed)], probabilities)
+    with pytest.raises(AssertionError):
+        assert_drawn_from(np.array(observed), probabilities)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,6 +15,7 @@ from kvtransfer.ticket import Ticket
 from splitserve.engine.batch import Segment
 from splitserve.service.reasons import Reason
 from splitserve.worker import messages
+from tests.exactness import require_exact
 from tests.reference import greedy
 from tests.workers.pair import EngineRig, Pair, limits
 from tests.workers.test_books import ENDLESS, changed
@@ -34,27 +35,19 @@ def forget(rig: EngineRig) -> None:
     rig.runner.pool.tensor.fill_(float("nan"))
 
 
-def warm_prefill(pair: Pair, prompt: list[int]) -> None:
-    """Prefill alone computes the prompt: nobody expects its blocks."""
-    start = messages.Start(prompt, [messages.Sample(0, [])], limits())
-    ticket = Ticket(f"nobody's {len(prompt)}", "decode", 0, -(-len(prompt) // B))
-    pair.prefill.inbox.put(messages.Prefill(1, ticket.transfer_id, start, ticket, 60.0))
-    pair.turn()
-    pair.assert_drained()
-
-
-def warm(pair: Pair, num_prefill: int, num_decode: int, tokens: list[int] = X) -> None:
+def warm(pair: Pair, num_prefill: int, num_decode: int, tokens: Sequence[int] = X) -> None:
     """Leaves that many blocks of `tokens` in the caches, and nothing else."""
-    for rig in (pair.prefill, pair.decode):
+    rigs = [(pair.prefill, num_prefill), (pair.decode, num_decode)]
+    for rig, _ in rigs:
         forget(rig)
-    if num_decode:
-        pair.generate([tokens[: num_decode * B]], max_tokens=1)
+    # The longer part first: what that leaves on the other side is forgotten, and on its own a shorter one adds nothing.
+    for count in sorted({num_prefill, num_decode} - {0}, reverse=True):
+        pair.generate([tokens[: count * B]], max_tokens=1)
         pair.assert_drained()
-        forget(pair.prefill)
-    if num_prefill:
-        warm_prefill(pair, tokens[: num_prefill * B])
-    assert pair.prefill.allocator.counts.cached == num_prefill
-    assert pair.decode.allocator.counts.cached == num_decode
+        for rig, wanted in rigs:
+            if wanted < count:
+                forget(rig)
+    assert [rig.allocator.counts.cached for rig, _ in rigs] == [num_prefill, num_decode]
 
 
 def num_cached(pair: Pair, attempt: str) -> int:
@@ -195,8 +188,7 @@ def test_prompt_under_way_is_no_hit_yet(tiny: Tiny, make_pair: MakePair) -> None
 def test_hit_changes_bytes(blocks: tuple[int, int], make_pair: MakePair) -> None:
     """Invariant 10 in the default dtype: decode's blocks and the seeded text, with hits and without."""
     pair = make_pair(dtype="auto")
-    if not pair.prefill.runner.recompute_exact:
-        pytest.skip("this processor does not recompute exactly in the default dtype")
+    require_exact(pair.prefill.runner)
 
     def run(length: int) -> tuple[list[int], list[bytes]]:
         attempt = pair.begin(X[:length], max_tokens=ENDLESS, temperature=1.0, seed=3)

@@ -12,7 +12,9 @@ import torch
 from splitserve.service.reasons import Reason
 from splitserve.worker import messages
 from splitserve.worker.sampling import sampling_params
-from tests.reference import greedy, logits
+from tests.chi_square import assert_drawn_from
+from tests.exactness import require_exact
+from tests.reference import greedy, logits, sampled
 from tests.tiny_models import EOS_TOKEN_ID
 from tests.workers.pair import Pair, limits
 from tests.workers.test_hand_off import prompt_of
@@ -154,8 +156,7 @@ def test_asking_for_prompt_logprobs_changes_a_bit(dtype: str, make_pair: MakePai
     entries, outputs = [], []
     for budget, wanted in ((512, None), (512, 3), (7, 3), (33, 3)):
         pair = make_pair(max_num_batched_tokens=budget, dtype=dtype)
-        if not pair.prefill.runner.recompute_exact:
-            pytest.skip(f"{dtype} is not computed exactly on this machine")
+        require_exact(pair.prefill.runner)
         attempt = pair.begin(prompt, max_tokens=3, logprobs=5, prompt_logprobs=wanted)
         pair.until(lambda pair=pair, attempt=attempt: pair.is_finished(attempt))
         outputs.append([(token.token_id, token.logprobs) for token in pair.tokens(attempt)])
@@ -212,6 +213,28 @@ def test_prompt_of_nan_gives_numbers(make_pair: MakePair, monkeypatch: pytest.Mo
     pair.assert_drained()
 
 
+@pytest.mark.parametrize("options", [{"seed": 1, "temperature": 0.8}, EVERYTHING], ids=["C08", "everything"])
+def test_seeded_text_differs_from_one_process(options: dict[str, Any], tiny: Tiny, make_pair: MakePair) -> None:
+    """C08: transformers' logits, row by row, and one draw per position; twice, with the prompt in the caches too."""
+    pair = make_pair(max_num_batched_tokens=24)
+    prompt = prompt_of(40)
+    params = sampling_params(limits(max_tokens=20, **options))
+    expected = sampled(tiny("llama"), prompt, params)
+    assert expected != greedy(tiny("llama"), prompt, 20)
+    for _ in range(2):
+        tokens = generated(pair, prompt, max_tokens=20, **options)
+        assert [token.token_id for token in tokens] == expected
+    start = messages.Start(prompt, [messages.Sample(index, []) for index in range(3)], limits(max_tokens=20, **options))
+    pair.decode.inbox.put(messages.Reserve(1, "trio", start, 60.0))
+    pair.until(lambda: pair.ticket("trio") is not None)
+    pair.prefill.inbox.put(messages.Prefill(1, "trio", start, pair.ticket("trio"), 60.0))
+    pair.until(lambda: sum(bool(token.finish_reason) for token in pair.tokens("trio")) == 3)
+    for index in range(3):
+        ids = [token.token_id for token in pair.tokens("trio") if token.sample == index]
+        assert ids == sampled(tiny("llama"), prompt, params, sample_index=index)
+    pair.assert_drained()
+
+
 def test_seed_gives_two_texts_or_seeds_give_one(tiny: Tiny, make_pair: MakePair) -> None:
     """C08: twenty times seed 1; then seeds 1 to 50, whose first tokens vary as the probabilities say."""
     pair = make_pair()
@@ -224,10 +247,7 @@ def test_seed_gives_two_texts_or_seeds_give_one(tiny: Tiny, make_pair: MakePair)
     order = np.argsort(-probabilities)
     group = np.empty(probabilities.size, dtype=np.int64)
     group[order] = np.minimum(probabilities[order].cumsum() * 5, 4.999).astype(np.int64)
-    expected = np.bincount(group, weights=probabilities, minlength=5) * 50
-    observed = np.bincount(group[first], minlength=5)
-    chi_square = float(((observed - expected) ** 2 / expected)[expected > 0].sum())
-    assert chi_square < 18.5  # 0.1 % of honest samplers exceed it with 4 degrees of freedom; the seeds are fixed
+    assert_drawn_from(np.bincount(group[first], minlength=5), np.bincount(group, weights=probabilities, minlength=5))
 
 
 @pytest.mark.parametrize(
