@@ -6,6 +6,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from splitserve.cli.logprobs import LogprobTables
 from splitserve.cli.options import Connection, Sampling
 from splitserve.client.sync import Client, Stream
 from splitserve.client.types import Generation, Message
@@ -29,8 +30,8 @@ def generate(
 ) -> None:
     """Generate an answer to a prompt.
 
-    The text streams to stdout as it arrives, statistics follow on stderr. Ctrl-C cancels the request. A model that has
-    a chat template is asked with it; others, and every model with --raw, continue the text as it stands.
+    The text streams to stdout as it arrives; logprobs and statistics follow on stderr. Ctrl-C cancels the request. A
+    model that has a chat template is asked with it; others, and every model with --raw, continue the text as it stands.
 
     Parameters
     ----------
@@ -58,11 +59,16 @@ def generate(
 
 
 def print_stream(stream: Stream) -> str:
-    """Writes the answer to stdout as it arrives, a line end after it even when it fails; returns its statistics."""
+    """Writes the answer to stdout as it arrives, a line end after it even when it fails, and then to stderr the
+    logprobs that were asked for; returns its statistics."""
     started = time.monotonic()
     first: float | None = None
+    logprobs = LogprobTables()
     try:
         for chunk in stream:
+            logprobs.add(chunk)
+            if chunk.prompt_logprobs:
+                continue  # no token has come yet
             first = time.monotonic() if first is None else first
             sys.stdout.write(chunk.text)
             sys.stdout.flush()
@@ -71,6 +77,8 @@ def print_stream(stream: Stream) -> str:
             sys.stdout.write("\n")
             sys.stdout.flush()
     ended = time.monotonic()
+    for line in logprobs.lines():
+        print(line, file=sys.stderr)  # noqa: T201
     return _statistics(stream.result(), (first or ended) - started, ended - started)
 
 

@@ -39,6 +39,8 @@ class Sampling:
     "Above 0: tokens that the answer has become less likely."
     frequency_penalty: float | None = None
     "Above 0: tokens become less likely each time the answer has them."
+    logit_bias: list[tuple[int, float]] | None = None
+    "Token id and what is added to its logit, such as 50 -100, which bans it; repeatable."
     min_tokens: int | None = None
     "Do not end before this many tokens."
     stop: list[str] | None = None
@@ -49,6 +51,10 @@ class Sampling:
     "Go on past the model's own end."
     seed: int | None = None
     "Fix the random draws; the seed in force is in the statistics."
+    logprobs: int | None = None
+    "Tell each token's logprob on stderr, and this many of the likeliest tokens in its place."
+    prompt_logprobs: int | None = None
+    "The same for each token of the prompt."
     model: str = ""
     "Served model's name; empty for the one that is served."
     priority: int = 0
@@ -56,4 +62,5 @@ class Sampling:
 
     def options(self, max_tokens: int, connection: Connection) -> GenerateOptions:
         values: dict[str, Any] = asdict(self) | {"max_tokens": max_tokens, "timeout": connection.timeout}
+        values["logit_bias"] = dict(self.logit_bias or ())
         return cast(GenerateOptions, values)

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import signal
 import socket
 import subprocess
@@ -78,13 +79,45 @@ def test_text_and_statistics_were_mixed(router: FakeRouter) -> None:
 
 def test_sampling_flag_does_nothing(router: FakeRouter) -> None:
     flags = "--top-p 0.9 --top-k 5 --min-p 0.1 --min-tokens 2 --ignore-eos --seed 7 --repetition-penalty 1.2 "
-    flags += "--presence-penalty -0.5 --frequency-penalty 0.25 --stop-token-ids 5 --stop-token-ids 9"
+    flags += "--presence-penalty -0.5 --frequency-penalty 0.25 --stop-token-ids 5 --stop-token-ids 9 "
+    flags += "--logit-bias 50 -100 --logit-bias 7 2.5 --logprobs 3 --prompt-logprobs 0"
     done = run("generate", "Where?", "--target", router.target, *flags.split())
     assert done.returncode == 0, done.stderr
     params = router.requests[0].sampling_params
     assert (params.top_p, params.top_k, params.min_p, params.min_tokens) == (0.9, 5, 0.1, 2)
     assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.2, -0.5, 0.25)
     assert (list(params.stop_token_ids), params.ignore_eos, params.seed) == ([5, 9], True, 7)
+    assert (dict(params.logit_bias), params.logprobs, params.prompt_logprobs) == ({50: -100.0, 7: 2.5}, 3, 0)
+
+
+def test_logprobs_were_asked_for_uninvited(router: FakeRouter) -> None:
+    assert run("generate", "Where?", "--target", router.target).returncode == 0
+    params = router.requests[0].sampling_params
+    assert {field.name for field, _ in params.ListFields()} == {"max_tokens"}
+
+
+TABLES = """\
+ prompt   token   logprob  likeliest in its place
+      0       5
+      1       6   -2.5000  0 -0.5000
+      2       7      -inf
+ answer   token   logprob  text  likeliest in its place
+      0       1   -0.2500  'x'   1 -0.2500, 9 -4.0000
+      1       2    0.0000  'x'   2 0.0000, 9 -4.0000
+"""
+
+
+@pytest.mark.parametrize("args", [("generate", "logprobs", "--quiet"), ("chat",)])
+def test_logprobs_were_lost_or_mixed_into_the_text(args: tuple[str, ...], router: FakeRouter) -> None:
+    done = run(*args, "--target", router.target, "--logprobs", "2", "--prompt-logprobs", "1", stdin="logprobs\n")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "xx\n", TABLES)
+
+
+def test_prompt_logprobs_counted_as_the_first_token(router: FakeRouter) -> None:
+    """They come before it, and tell nothing of how long it took."""
+    done = run("generate", "slow prompt", "--target", router.target, "--prompt-logprobs", "0")
+    (first_s,) = re.findall(r"first after ([\d.]+) s", done.stderr)
+    assert float(first_s) >= 0.3
 
 
 def test_quiet_was_not_quiet(router: FakeRouter) -> None:
@@ -155,7 +188,13 @@ def test_dead_router_left_the_user_without_a_hint(args: tuple[str, ...], free_po
 
 
 @pytest.mark.parametrize(
-    "args", [("generate", "a", "--max-tokens", "0"), ("generate", "a", "--no-such-flag"), ("fly",)]
+    "args",
+    [
+        ("generate", "a", "--max-tokens", "0"),
+        ("generate", "a", "--no-such-flag"),
+        ("fly",),
+        ("chat", "--logit-bias", "5"),
+    ],
 )
 def test_bad_flag_was_accepted(args: tuple[str, ...]) -> None:
     done = run(*args)

@@ -161,9 +161,19 @@ async def _logprobs(_: FakeRouter) -> AsyncIterator[Response]:
     yield complete()
 
 
+async def _slow_prompt(_: FakeRouter) -> AsyncIterator[Response]:
+    """Its logprobs come at once, the answer 0.3 s later."""
+    entry = inference_pb2.TokenLogprobs(token_id=5)
+    yield Response(request_id="echoed", chunk=inference_pb2.GenerateChunk(prompt_logprobs=[entry]))
+    await asyncio.sleep(0.3)
+    yield chunk("x", 1)
+    yield complete()
+
+
 SCRIPTS: dict[str, Callable[[FakeRouter], AsyncIterator[Response]]] = {
     "stop token": _stop_token,
     "logprobs": _logprobs,
+    "slow prompt": _slow_prompt,
     "refuse": _refuse,
     "fail midway": _fail_midway,
     "truncate": _truncate,
