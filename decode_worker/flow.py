@@ -6,7 +6,6 @@ What the prefix cache holds already is pinned instead and not sent. Blocks enter
 verified, or when decoding has filled them.
 """
 
-import time
 import uuid
 from collections import defaultdict
 
@@ -104,7 +103,7 @@ class DecodeEngine(EngineBase):
             num_cached_blocks=len(cached),
             full_blocks=blocks[:num_full],
             own_blocks=blocks[num_full:],
-            deadline=time.monotonic() + command.timeout_s,
+            deadline=self._context.clock() + command.timeout_s,
             traceparent=command.traceparent,
         )
 

@@ -48,6 +48,7 @@ class KVAgent:
         carrier: Carrier,
         settings: KVSettings,
         on_event: Callable[[KVEvent], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`on_event` is called in the KV thread and must not block; `carrier` is not yet started."""
         self._worker_id = worker_id
@@ -62,7 +63,7 @@ class KVAgent:
             outbox=self._outbox,
             settings=settings,
             counters=self._counters,
-            clock=time.monotonic,
+            clock=clock,
         )
         self._store = store
         self._node = Node(context, carrier.connect)

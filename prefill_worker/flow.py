@@ -6,8 +6,6 @@ here, refusal apart, therefore leads through the transfer's terminal event. A bl
 all its tokens are computed, so the next prompt that begins alike finds it even while this one is under way.
 """
 
-import time
-
 import structlog
 import torch
 
@@ -79,7 +77,7 @@ class PrefillEngine(EngineBase):
             token_ids=token_ids,
             keys=keys,
             blocks=blocks,
-            deadline=time.monotonic() + command.timeout_s,
+            deadline=self._context.clock() + command.timeout_s,
             num_cached=num_cached,
             num_computed=num_cached,
             num_sent=command.ticket.num_cached_blocks,

@@ -41,7 +41,7 @@ class RoleEngine(Protocol):
     def handle(self, item: messages.Command | events.KVEvent) -> None: ...
 
     def expire(self, now: float) -> None:
-        """Ends what has passed its deadline; `now` is monotonic seconds."""
+        """Ends what has passed its deadline; `now` is a time of the context's clock."""
 
     def has_work(self) -> bool: ...
 
@@ -80,7 +80,7 @@ def run_engine(make_engine: Callable[[EngineContext], RoleEngine], role: str) ->
         clock.beat()
         link.send(ready_report(context))
         context.runner.on_layer = clock.advance_step
-        EngineLoop(make_engine(context), context.publish, inbox, clock).run()
+        EngineLoop(make_engine(context), context.publish, inbox, clock, context.clock).run()
     except OSError as error:
         log.error("the front is gone", error=str(error))
         return 1
@@ -103,9 +103,16 @@ class EngineLoop:
     """schedule → run → publish, for as long as there is work; a wait on the inbox otherwise."""
 
     def __init__(
-        self, engine: RoleEngine, publish: Publish, inbox: "queue.SimpleQueue[Item]", clock: StepClock
+        self,
+        engine: RoleEngine,
+        publish: Publish,
+        inbox: "queue.SimpleQueue[Item]",
+        clock: StepClock,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`now` is the clock of the engine's deadlines."""
         self._engine = engine
+        self._now = now
         self._publish = publish
         self._inbox = inbox
         self._clock = clock
@@ -129,7 +136,7 @@ class EngineLoop:
                 return False
             self._is_checked = False
             self._dispatch(item)
-        self._engine.expire(time.monotonic())
+        self._engine.expire(self._now())
         self._is_waiting = True
         if self._engine.has_work():
             self._clock.begin_step()

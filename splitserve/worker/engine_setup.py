@@ -1,6 +1,7 @@
 """What an engine process does once, before its loop: the model in memory, the KV endpoint open, the cores chosen."""
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,7 +34,8 @@ Publish = Callable[[messages.Report], None]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineContext:
-    """What a role's engine works with. `startup` names the parts of the start in order, in seconds."""
+    """What a role's engine works with. `startup` names the parts of the start in order, in seconds; deadlines are times
+    of `clock`."""
 
     worker_id: str
     config: WorkerConfig
@@ -44,6 +46,7 @@ class EngineContext:
     publish: Publish
     max_model_len: int
     startup: dict[str, float] = field(default_factory=dict)
+    clock: Callable[[], float] = time.monotonic
 
 
 def build_context(
