@@ -6,15 +6,12 @@ step.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
-
 from splitserve.bench.timing import Stopwatch, Task
 from splitserve.engine.attention import AttentionBackend, AttentionPlan
-from splitserve.engine.linear import GroupMember, PackedLinear
 from splitserve.engine.packing import PackedBatch
 from splitserve.engine.pool import KVPool
 from splitserve.engine.runner import ModelRunner
@@ -42,13 +39,10 @@ class _Account:
         return call
 
 
-def breakdown(runner: ModelRunner, step: Task, linear_names: Collection[str], stopwatch: Stopwatch) -> dict[str, float]:
-    """Milliseconds of one `step` by part, all of `PARTS`; their sum is this run's whole time.
-
-    `linear_names` are the modules that are linear layers by the model's own account, whatever a back end made of them.
-    """
+def breakdown(runner: ModelRunner, step: Task, stopwatch: Stopwatch) -> dict[str, float]:
+    """Milliseconds of one `step` by part, all of `PARTS`; their sum is this run's whole time."""
     account = _Account(stopwatch)
-    with _watched_modules(runner.model, account, linear_names), _watched_attention(runner, account):
+    with _watched_modules(runner, account), _watched_attention(runner, account):
         total = stopwatch.milliseconds(step)
     spent = account.spent
     inside = spent["linear"] + spent["attention"] + spent["norms"]
@@ -62,14 +56,10 @@ def breakdown(runner: ModelRunner, step: Task, linear_names: Collection[str], st
 
 
 @contextmanager
-def _watched_modules(model: nn.Module, account: _Account, linear_names: Collection[str]) -> Iterator[None]:
-    watched = {"": "forward"}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | PackedLinear) or (name in linear_names and type(module) is not GroupMember):
-            watched[name] = "linear"
-        elif type(module).__name__.endswith("Norm"):
-            watched[name] = "norms"
-    modules = [(model.get_submodule(name), part) for name, part in watched.items()]
+def _watched_modules(runner: ModelRunner, account: _Account) -> Iterator[None]:
+    modules = [(runner.model, "forward")]
+    modules += [(module, "linear") for module in runner.linear.layers(runner.model)]
+    modules += [(module, "norms") for module in runner.model.modules() if type(module).__name__.endswith("Norm")]
     try:
         for module, part in modules:
             vars(module)["forward"] = account.timed(part, module.forward)

@@ -91,7 +91,6 @@ class StepBench:
         device = stopwatch.device
         dtype = DTYPES[runner.layout.dtype]
         self._shape = read_shape(directory, runner.layout)
-        self._linear_names = frozenset(shape.name for shape in self._shape.linears)
         shapes = {"linear": self._shape.linears, "merged linear": merge_siblings(self._shape.linears)}
         self._linears = {name: LinearLayers(each, dtype, device) for name, each in shapes.items()}
         self._bandwidth = ReadBandwidth(device, _QUICK_READ_BYTES if is_quick else READ_BUFFER_BYTES)
@@ -172,7 +171,7 @@ class StepBench:
             read_gb_s=floor.read_gb_s,
             matmul_gflop_s=floor.matmul_gflop_s,
             matmul=floor.matmul,
-            parts_ms=breakdown(self._runner, step, self._linear_names, self._stopwatch),
+            parts_ms=breakdown(self._runner, step, self._stopwatch),
             sampler_ms={name: spans[name] for name in _SAMPLINGS},
         )
 

@@ -26,10 +26,21 @@ class LinearBackend(Protocol):
     def prepare(self, model: nn.Module) -> None:
         """Replaces or repacks the model's linear layers in place.
 
-        The layers' rows must not depend on how many rows there are: the loader finds out from how many on they do not,
-        and the runner never runs fewer.
         ValueError for a model without linear layers, which is not one of ours.
         """
+        ...
+
+    def layers(self, model: nn.Module) -> list[nn.Module]:
+        """The modules that compute the linear layers of a prepared model: `[..., in_features]` to
+        `[..., out_features]`, attributes of theirs.
+
+        A row's result should not depend on how many rows there are, from some number on: the self-test tries each of
+        these modules, and the runner never runs fewer rows than it found. What is not here, it cannot try.
+        """
+        ...
+
+    def packed_nbytes(self, model: nn.Module) -> int:
+        """Memory of a prepared model's weights that are no parameters of its modules."""
         ...
 
 
@@ -40,6 +51,12 @@ class PlainBackend:
 
     def prepare(self, model: nn.Module) -> None:
         _require_linear_layers(model)
+
+    def layers(self, model: nn.Module) -> list[nn.Module]:
+        return [module for module in model.modules() if isinstance(module, nn.Linear)]
+
+    def packed_nbytes(self, model: nn.Module) -> int:
+        return 0
 
 
 class OneDnnBackend:
@@ -61,6 +78,13 @@ class OneDnnBackend:
         for layer in model.modules():
             if isinstance(layer, PackedLinear):
                 layer.pads_lone_row = not is_exact(layer.in_features, layer.dtype)
+
+    def layers(self, model: nn.Module) -> list[nn.Module]:
+        """Subclasses of `nn.Linear`, which are not packed, among them."""
+        return [module for module in model.modules() if isinstance(module, PackedLinear | nn.Linear)]
+
+    def packed_nbytes(self, model: nn.Module) -> int:
+        return sum(module.packed_nbytes for module in model.modules() if isinstance(module, PackedLinear))
 
 
 class PackedLinear(nn.Module):

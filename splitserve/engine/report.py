@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from splitserve.engine.fusing import Fusion
-from splitserve.engine.linear import PackedLinear
 
 
 class PartTimes:
@@ -41,12 +40,12 @@ class WeightBytes:
     packed: int
 
     @classmethod
-    def of(cls, model: nn.Module) -> "WeightBytes":
+    def of(cls, model: nn.Module, packed: int) -> "WeightBytes":
+        """`packed` is the linear back end's figure."""
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
             for tensor in (*model.parameters(), *model.buffers())
         }
-        packed = sum(module.packed_nbytes for module in model.modules() if isinstance(module, PackedLinear))
         return cls(sum(storages.values()), packed)
 
 

@@ -8,47 +8,57 @@ from typing import Any
 
 import torch
 
-from splitserve.engine.attention import AttentionBackend, ForwardContext
+from splitserve.engine.attention import ForwardContext
+from splitserve.engine.backends import Backends
 from splitserve.engine.batch import Segment
 from splitserve.engine.packing import PackedBatch, check_segment, fill_up, pack
 from splitserve.engine.pool import KVPool
 from splitserve.engine.report import LoadReport
+from splitserve.engine.selftest_result import SelfTestResult
 
 
 class ModelRunner:
     """A model whose K and V live in `pool`.
 
-    `numerics` names how this process rounds (a hash of fixed logits) and `recompute_exact` says whether a token's K, V
-    and logits are the same bits alone, in a batch and in any chunk; `loading.load_runner` sets both, and `report`.
-    `on_layer` is called in each layer of a forward: a sign of progress for whoever watches.
+    `result` says what its self-test found, `report` what loading made. `on_layer` is called in each layer of a forward:
+    a sign of progress for whoever watches.
     """
 
     def __init__(
         self,
         model: Any,
         pool: KVPool,
-        attention: AttentionBackend,
+        backends: Backends,
         *,
         num_heads: int,
         max_model_len: int,
-        min_rows: int,
+        result: SelfTestResult,
+        report: LoadReport,
     ) -> None:
-        """`min_rows`: a batch of fewer tokens is filled up with copies of its last one, which nothing reads."""
+        """`backends` have prepared `model`. A batch of fewer tokens than `result.min_rows` is filled up with copies of
+        its last one, which nothing reads."""
         self.layout = pool.layout
         self.pool = pool
-        self.attention = attention
+        self.attention = backends.attention
+        self.linear = backends.linear
         self.vocab_size: int = model.config.vocab_size
         self.max_model_len = max_model_len
         self.num_forwards = 0
-        self.numerics = ""
-        self.recompute_exact = False
-        self.report = LoadReport()
+        self.result = result
+        self.report = report
         self.on_layer: Callable[[], None] = _nothing
         self._model = model
         self._num_heads = num_heads
-        self._min_rows = min_rows
         self._device = pool.tensor.device
         self._layers = list(range(pool.layout.num_layers))
+
+    @property
+    def numerics(self) -> str:
+        return self.result.numerics
+
+    @property
+    def recompute_exact(self) -> bool:
+        return self.result.recompute_exact
 
     @property
     def model(self) -> Any:
@@ -81,13 +91,14 @@ class ModelRunner:
     def _forward(self, batch: PackedBatch) -> torch.Tensor:
         plan = self.attention.plan(batch, self.pool, self._num_heads)
         context = ForwardContext(batch, plan, self.on_layer)
+        min_rows = self.result.min_rows
         logit_rows = torch.tensor(batch.logit_rows, dtype=torch.int64, device=self._device)
         self.num_forwards += 1
         output = self._model(
-            input_ids=fill_up(batch.token_ids, self._min_rows).unsqueeze(0),
-            position_ids=fill_up(batch.positions, self._min_rows).unsqueeze(0),
+            input_ids=fill_up(batch.token_ids, min_rows).unsqueeze(0),
+            position_ids=fill_up(batch.positions, min_rows).unsqueeze(0),
             use_cache=False,
-            logits_to_keep=fill_up(logit_rows, self._min_rows),
+            logits_to_keep=fill_up(logit_rows, min_rows),
             paged_context=context,
         )
         if context.layers_called != self._layers:

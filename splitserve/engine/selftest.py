@@ -5,13 +5,12 @@ Called by the loader. The caller gives a runner on a scratch pool; nothing here 
 
 from collections.abc import Callable, Sequence
 from hashlib import sha256
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from splitserve.engine.batch import Segment
-from splitserve.engine.linear import PackedLinear
 from splitserve.engine.runner import ModelRunner
 from splitserve.engine.support import UnsupportedModel
 
@@ -40,10 +39,10 @@ def blocks_needed(block_size: int) -> int:
     return 2 * -(-NUM_TOKENS // block_size)
 
 
-def require_equal_to_eager(runner: ModelRunner, model: Any, what: str) -> None:
-    """UnsupportedModel unless the paged forward of `runner` equals transformers' eager forward of its `model`."""
+def require_equal_to_eager(runner: ModelRunner, what: str) -> None:
+    """UnsupportedModel unless the paged forward of `runner` equals transformers' eager forward of its model."""
     paged = _alone(runner)
-    eager = _eager_logits(model, fixed_token_ids(runner.vocab_size, min(NUM_TOKENS, runner.max_model_len)))
+    eager = _eager_logits(runner.model, fixed_token_ids(runner.vocab_size, min(NUM_TOKENS, runner.max_model_len)))
     tolerance = _TOLERANCE[runner.layout.dtype]
     distance = _relative_distance(paged, eager)
     if not distance <= tolerance:  # NaN fails too
@@ -72,24 +71,27 @@ def is_exact(runner: ModelRunner) -> bool:
 
 
 @torch.inference_mode()
-def linear_rows_are_exact(model: Any, min_rows: int) -> bool:
-    """Whether each of the model's own linear layers gives a row the same bits with any number of rows from `min_rows`.
+def linear_rows_are_exact(runner: ModelRunner) -> bool:
+    """Whether each of the model's linear layers gives a row the same bits with any number of rows that a forward has.
 
     The fixed ids make batches of some rows only; a layer may change its way of computing at any other number. Layers of
     one shape are one case. Plain layers are not believed to be exact with one row: libraries have a way of their own
-    for it, whose other order of additions shows in one of thousands of outputs in bfloat16.
+    for it, whose other order of additions shows in one of thousands of outputs in bfloat16. ValueError where the linear
+    back end shows no layers.
     """
-    if min_rows == 1 and any(isinstance(layer, nn.Linear) for layer in model.modules()):
+    min_rows, device, dtype = runner.result.min_rows, runner.pool.tensor.device, runner.pool.tensor.dtype
+    layers: dict[tuple[object, ...], Any] = {}
+    for layer in cast("list[Any]", runner.linear.layers(runner.model)):
+        layers[type(layer), layer.in_features, layer.out_features, layer.bias is None] = layer
+    if not layers:
+        raise ValueError(f"the linear back end {runner.linear.name} shows no layers to try")
+    if min_rows == 1 and any(isinstance(layer, nn.Linear) for layer in layers.values()):
         return False
-    layers: dict[tuple[object, ...], nn.Linear | PackedLinear] = {}
-    for layer in model.modules():
-        if isinstance(layer, nn.Linear | PackedLinear):
-            layers[type(layer), layer.in_features, layer.out_features, layer.bias is None] = layer
     generator = torch.Generator().manual_seed(0)
     for layer in layers.values():
         more = _ROW_COUNTS if layer.in_features * layer.out_features < _MANY_WEIGHTS else _FEW_ROW_COUNTS
         counts = (min_rows, min_rows + 1, *(count for count in more if count > min_rows + 1))
-        rows = torch.randn((counts[-1], layer.in_features), generator=generator).to(model.device, model.dtype)
+        rows = torch.randn((counts[-1], layer.in_features), generator=generator).to(device, dtype)
         expected = layer(rows)
         # The last rows, not the first: a row's place must not matter either.
         if not all(torch.equal(layer(rows[-count:]), expected[-count:]) for count in counts):

@@ -9,12 +9,14 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
 from splitserve.engine.attention import INTERFACE_NAME, register_paged_attention
+from splitserve.engine.backends import choose_backends
 from splitserve.engine.batch import Segment
 from splitserve.engine.device import choose_device
 from splitserve.engine.layout import KVLayout
-from splitserve.engine.linear import choose_linear
 from splitserve.engine.pool import KVPool
+from splitserve.engine.report import LoadReport
 from splitserve.engine.runner import ModelRunner
+from splitserve.engine.selftest_result import SelfTestResult
 from splitserve.engine.torch_attention import TorchAttention
 from splitserve.service.config import parse_device
 
@@ -120,10 +122,14 @@ def test_forward_mixes_the_devices_tensors_with_host_ones(monkeypatch: pytest.Mo
     )  # fmt: skip
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=INTERFACE_NAME)
-    linear, _ = choose_linear("meta", torch.bfloat16)
-    linear.prepare(model)
+    backends = choose_backends("meta", "bfloat16", None, lambda _: None)
+    assert isinstance(backends.attention, TorchAttention)
+    backends.prepare(model, "bfloat16")
     pool = KVPool(KVLayout(2, 2, 16, 16, "bfloat16"), 100, "meta")
-    runner = ModelRunner(model.eval(), pool, TorchAttention(), num_heads=4, max_model_len=1024, min_rows=2)
+    runner = ModelRunner(
+        model.eval(), pool, backends, num_heads=4, max_model_len=1024,
+        result=SelfTestResult.untested(min_rows=2), report=LoadReport(),
+    )  # fmt: skip
     segments = [
         Segment(list(range(300)), 0, list(range(20)), wants_logits=True),
         Segment(list(range(70)), 30, list(range(20, 30)), wants_logits=False),

@@ -1,6 +1,7 @@
 """Layers that round by the number of rows: the self-test says so, or finds from how many rows on they do not."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,7 +73,7 @@ def test_rounding_that_depends_on_the_batch_is_not_seen(
     differs: Differs, is_exact: bool, tiny_model: TinyModel
 ) -> None:
     runner = _load(tiny_model("llama"), _OddBackend(differs))
-    runner._min_rows = 1
+    runner.result = replace(runner.result, min_rows=1)
     assert selftest.is_exact(runner) is is_exact
 
 
@@ -92,7 +93,7 @@ def test_runner_promises_what_its_layers_do_not_keep(
     differs: Differs, recompute_exact: bool, min_rows: int, tiny_model: TinyModel
 ) -> None:
     runner = _load(tiny_model("llama"), _OddBackend(differs))
-    assert (runner.recompute_exact, runner._min_rows) == (recompute_exact, min_rows)
+    assert (runner.recompute_exact, runner.result.min_rows) == (recompute_exact, min_rows)
     if recompute_exact:
         _require_equal_rows(runner)
 
@@ -102,11 +103,11 @@ def test_plain_layers_run_on_too_few_rows(dtype: str, tiny_model: TinyModel) -> 
     """Where the libraries of this machine need more than one row, or more than two, such steps are filled up. What a
     lone row of bfloat16 differs by is seen once in thousands of outputs."""
     runner = _load(tiny_model("llama", intermediate_size=1536), PlainBackend(), dtype)
-    assert runner._min_rows > 1 or not runner.recompute_exact
+    assert runner.result.min_rows > 1 or not runner.recompute_exact
     if runner.recompute_exact:
         _require_equal_rows(runner)
     fewest = max((count for count in range(1, 16) if not _is_exact_with(runner, count)), default=0)
-    assert runner._min_rows > fewest or not runner.recompute_exact
+    assert runner.result.min_rows > fewest or not runner.recompute_exact
 
 
 def _is_exact_with(runner: ModelRunner, count: int) -> bool:

@@ -1,6 +1,7 @@
 """Packed linear layers: what they compute, what they keep in memory, and what is used where packing cannot be."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from splitserve.bench.parts import breakdown
+from splitserve.bench.timing import Stopwatch
 from splitserve.engine import linear, selftest
+from splitserve.engine.batch import Segment
 from splitserve.engine.linear import OneDnnBackend, PackedLinear, PlainBackend, choose_linear
 from splitserve.engine.loading import load_runner
+from splitserve.engine.runner import ModelRunner
+from tests.compiled import KERNEL_FOLDER
 from tests.engine.driver import load
 from tests.exactness import why_not_exact
 
@@ -76,7 +82,7 @@ def test_recomputation_with_packed_layers_is_inexact(dtype: str, tiny_model: Tin
     runner = load(tiny_model("llama"), dtype=dtype)
     assert runner.report.linear == OneDnnBackend.name, runner.report.linear_reason
     assert runner.recompute_exact
-    assert runner._min_rows == 1
+    assert runner.result.min_rows == 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -222,26 +228,88 @@ def test_wrong_packed_layer_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "wrong here" in why
 
 
-class _SplitByRows(nn.Linear):
+class _SplitByRows(nn.Module):
     """Rounds differently above `limit` rows, as a library does that splits its sums otherwise for large inputs."""
 
-    limit = 100
+    bias = None
+
+    def __init__(self, layer: nn.Linear, limit: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.limit = layer.in_features, layer.out_features, limit
+        self.packed = [layer.weight]
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        if rows.shape[0] <= self.limit:
-            return super().forward(rows)
+        (weight,) = self.packed
+        if rows.shape[-2] <= self.limit:
+            return (rows.double() @ weight.T.double()).float()  # whose own differences are rounded away
         half = self.in_features // 2
-        return rows[:, :half] @ self.weight.T[:half] + rows[:, half:] @ self.weight.T[half:] + self.bias
+        return rows[..., :half] @ weight.T[:half] + rows[..., half:] @ weight.T[half:]
 
 
-def test_rows_that_round_differently_beyond_the_fixed_ids_pass() -> None:
-    class Model(nn.Module):
-        dtype, device = torch.float32, torch.device("cpu")
+class _OtherBackend:
+    """Of somebody else, with layers of its own."""
 
-        def __init__(self, *layers: nn.Module) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(layers)
+    name = "other"
 
-    packed = PackedLinear.of(_layer(64, 96, torch.float32))
-    assert selftest.linear_rows_are_exact(Model(packed), 2)
-    assert not selftest.linear_rows_are_exact(Model(packed, _SplitByRows(512, 96)), 2)
+    def __init__(self, limit: int, *, shows_layers: bool = True) -> None:
+        self._limit, self._shows_layers = limit, shows_layers
+
+    def prepare(self, model: nn.Module) -> None:
+        for parent in list(model.modules()):
+            for name, layer in list(parent.named_children()):
+                if type(layer) is nn.Linear:
+                    setattr(parent, name, _SplitByRows(layer, self._limit))
+
+    def layers(self, model: nn.Module) -> list[nn.Module]:
+        return [module for module in model.modules() if isinstance(module, _SplitByRows) and self._shows_layers]
+
+    def packed_nbytes(self, model: nn.Module) -> int:
+        return sum(module.packed[0].nbytes for module in model.modules() if isinstance(module, _SplitByRows))
+
+
+def _load_with(backend: linear.LinearBackend, directory: Path) -> ModelRunner:
+    return load_runner(
+        directory,
+        dtype="float32",
+        device="cpu",
+        block_size=16,
+        kv_cache_bytes=1 << 20,
+        kernel_folder=KERNEL_FOLDER,
+        linear=backend,
+    )
+
+
+def test_layers_of_another_back_end_are_overlooked(tiny_model: TinyModel) -> None:
+    """By the self-test, whose ids alone make no batch above 120 rows, by the report and by the benchmark."""
+    runner = _load_with(_OtherBackend(120), tiny_model("llama"))
+    assert selftest.is_exact(runner)
+    assert not runner.recompute_exact
+    assert runner.report.linear == "other"
+    assert runner.report.weights.packed == 4 * (2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96) + 64 * 384)
+
+    class Ticks(Stopwatch):
+        now = 0.0
+
+        def now_ms(self) -> float:
+            self.now += 1.0
+            return self.now
+
+    step = partial(runner.run, [Segment([5, 6, 7], 0, [0], True)])
+    assert breakdown(runner, step, Ticks(torch.device("cpu")))["linear"] == 2 * 7 + 1
+
+
+def test_back_end_that_shows_no_layers_is_believed(tiny_model: TinyModel) -> None:
+    with pytest.raises(ValueError, match="other shows no layers to try"):
+        _load_with(_OtherBackend(10**6, shows_layers=False), tiny_model("llama"))
+
+
+def test_rows_that_round_differently_beyond_the_fixed_ids_pass(tiny_model: TinyModel) -> None:
+    runner = load(tiny_model("llama"))
+    assert runner.report.linear != OneDnnBackend.name or selftest.linear_rows_are_exact(runner)
+
+    class Doubling(nn.Linear):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return super().forward(rows) * (2 if len(rows) > 100 else 1)
+
+    runner.model.add_module("odd", Doubling(64, 96))
+    assert not selftest.linear_rows_are_exact(runner)

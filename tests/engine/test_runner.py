@@ -2,13 +2,13 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from splitserve.engine.batch import Segment
-from splitserve.engine.linear import PackedLinear
 from splitserve.engine.runner import ModelRunner
 from splitserve.engine.sampler import SampleRow, sample
 from splitserve.engine.sampling_params import SamplingParams
@@ -84,11 +84,10 @@ def _counted(forward: Callable[..., torch.Tensor], rows: list[int]) -> Callable[
 def test_matmul_runs_on_fewer_rows_than_are_exact(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = load(tiny_model("llama"))
     fewest = 7
-    monkeypatch.setattr(runner, "_min_rows", fewest)
+    monkeypatch.setattr(runner, "result", replace(runner.result, min_rows=fewest))
     rows: list[int] = []
-    for module in runner._model.modules():
-        if isinstance(module, torch.nn.Linear | PackedLinear):
-            monkeypatch.setattr(module, "forward", _counted(module.forward, rows))
+    for layer in runner.linear.layers(runner.model):
+        monkeypatch.setattr(layer, "forward", _counted(layer.forward, rows))
     assert runner.run([Segment([5], 0, TABLE_A, True)]).shape[0] == 1
     runner.run([Segment(random_prompt(40, seed=0), 1, TABLE_A, True)])
     assert set(rows) == {fewest, 40}
