@@ -26,6 +26,7 @@ from router.worker import (
     Reserved,
     Start,
     TokenArrived,
+    TransferLost,
     Worker,
     WorkerLost,
 )
@@ -34,7 +35,7 @@ from splitserve.service.reasons import Reason
 log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 # Refusals and orderly leave-taking: nobody's failure.
-_NOT_A_FAILURE = frozenset({Reason.NO_ROOM, Reason.PREEMPTED})
+_NOT_A_FAILURE = frozenset({Reason.NO_ROOM, Reason.PREEMPTED, Reason.DRAINING})
 # The request itself is at fault: another worker would say the same. INVALID is that only of what we have asked for;
 # an attempt that ends with it was spoilt by the other worker.
 _FATAL = frozenset({Reason.TOO_LARGE, Reason.INTERNAL})
@@ -142,7 +143,8 @@ class Attempt:
 
     async def _reserve(self, start: Start, traceparent: str, seconds_left: Callable[[], float]) -> Ticket:
         # The reservation outlives everything that this side waits for before the blocks must be there.
-        self.decode.channel.reserve(self.attempt_id, start, seconds_left(), traceparent)
+        keep_s = self._config.reserve_timeout
+        self.decode.channel.reserve(self.attempt_id, start, seconds_left(), keep_s, traceparent)
         event = await self._next(self.decode, self._answer_timeout, seconds_left)
         if not isinstance(event, Reserved):
             raise self._lost(Reason.INVALID, f"expected a reservation, got {type(event).__name__}", self.decode)
@@ -236,7 +238,10 @@ class Attempt:
         match event:
             case Refused(worker=worker, reason=reason, message=message) if self._concerns_us(worker):
                 raise self._lost(reason, message, self._worker(worker), _FATAL_REFUSALS)
-            case Ended(worker=worker, reason=reason, message=message) if self._concerns_us(worker):
+            case (
+                Ended(worker=worker, reason=reason, message=message)
+                | TransferLost(worker=worker, reason=reason, message=message)
+            ) if self._concerns_us(worker):
                 raise self._lost(reason, message, self._worker(worker))
             case WorkerLost(worker=worker, message=message) if self._concerns_us(worker):
                 is_decode = worker == self.decode.worker_id

@@ -6,6 +6,7 @@ from typing import Literal
 from splitserve.service.config import Duration, Positive, Size
 
 Routing = Literal["round_robin", "least_loaded"]
+WithoutPrefill = Literal["refuse"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,10 @@ class RouterConfig:
     "A worker whose step gets no further for this long is dead."
     routing: Routing = "least_loaded"
     "How to choose among workers with room."
+    without_prefill: WithoutPrefill = "refuse"
+    "What becomes of new requests while there is no prefill worker."
+    drain_timeout: Duration = 7.0
+    "After SIGTERM, how long running streams may go on before they are ended with an error."
     parent_fd: int | None = None
     "The router ends when this inherited descriptor reaches its end."
     log_level: str = "info"

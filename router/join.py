@@ -5,7 +5,7 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 import grpc
 import grpc.aio
@@ -14,7 +14,15 @@ import structlog
 from kvtransfer.ticket import Ticket
 from router.config import RouterConfig
 from router.membership import Membership
-from router.translate import role_to_proto, start_to_proto, to_event, to_identity, to_load, to_token
+from router.translate import (
+    role_to_proto,
+    samples_to_proto,
+    start_to_proto,
+    to_event,
+    to_identity,
+    to_load,
+    to_token,
+)
 from router.worker import (
     Identity,
     Link,
@@ -47,11 +55,29 @@ class JoinChannel:
         if not self._closed:
             self.outgoing.put_nowait(message)
 
-    def reserve(self, attempt_id: str, start: Start, timeout_s: float, traceparent: str) -> None:
+    def reserve(self, attempt_id: str, start: Start, timeout_s: float, keep_s: float, traceparent: str) -> None:
         self.send(
             pb.RouterMessage(
                 reserve=pb.Reserve(
-                    attempt_id=attempt_id, start=start_to_proto(start), timeout_s=timeout_s, traceparent=traceparent
+                    attempt_id=attempt_id,
+                    start=start_to_proto(start),
+                    timeout_s=timeout_s,
+                    keep_s=keep_s,
+                    traceparent=traceparent,
+                )
+            )
+        )
+
+    def renew(
+        self, attempt_id: str, transfer_id: str, outputs: Mapping[int, tuple[int, ...]], timeout_s: float
+    ) -> None:
+        self.send(
+            pb.RouterMessage(
+                renew=pb.Renew(
+                    attempt_id=attempt_id,
+                    transfer_id=transfer_id,
+                    samples=samples_to_proto(outputs),
+                    timeout_s=timeout_s,
                 )
             )
         )
@@ -172,6 +198,10 @@ class ClusterServicer(pb_grpc.ClusterServiceServicer):
                 worker.hear(token.attempt_id, to_token(worker, token))
         elif kind == "load":
             worker.load = to_load(message.load)
+            worker.has_reported = True
+            self._membership.changed()
+        elif kind == "draining":
+            worker.is_draining = True
             self._membership.changed()
         elif kind == "link_report":
             report = message.link_report

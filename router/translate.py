@@ -1,8 +1,11 @@
 """Between the contract of `Join` (proto) and the router's plain data; only this module and `join` know both."""
 
+from collections.abc import Mapping
+
 from router.request import FinishReason, TokenLogprobs
 from router.worker import (
     Accepted,
+    AlreadyRunning,
     AttemptEvent,
     Ended,
     FirstTokensArrived,
@@ -14,12 +17,12 @@ from router.worker import (
     Role,
     Start,
     TokenArrived,
+    TransferLost,
     Worker,
 )
 from splitserve.service.errors import InvalidRequest
-from splitserve.service.reasons import Reason
 from splitserve.v1 import cluster_pb2 as pb
-from splitserve.worker.contract import REASON_FROM_PROTO, ticket_from_proto
+from splitserve.worker.contract import reason_from_proto, ticket_from_proto
 
 _ROLES = {pb.ROLE_PREFILL: Role.PREFILL, pb.ROLE_DECODE: Role.DECODE}
 _FINISH_REASONS = {pb.FINISH_REASON_STOP: FinishReason.STOP, pb.FINISH_REASON_LENGTH: FinishReason.LENGTH}
@@ -69,6 +72,8 @@ def to_load(load: pb.Load) -> LoadReport:
         tokens_ahead=load.tokens_ahead,
         kv_bytes_sent=load.kv_bytes_sent,
         kv_bytes_received=load.kv_bytes_received,
+        silence_s=load.silence_s,
+        kv_messages_dropped=load.kv_messages_dropped,
     )
 
 
@@ -95,11 +100,17 @@ def to_event(worker: Worker, message: pb.WorkerMessage) -> tuple[str, AttemptEve
     match message.WhichOneof("body"):
         case "reserved":
             return message.reserved.attempt_id, Reserved(ticket_from_proto(message.reserved.ticket))
+        case "already_running":
+            return message.already_running.attempt_id, AlreadyRunning()
+        case "transfer_lost":
+            lost = message.transfer_lost
+            reason = reason_from_proto(lost.reason)
+            return lost.attempt_id, TransferLost(worker.worker_id, lost.transfer_id, reason, lost.message)
         case "accepted":
             return message.accepted.attempt_id, Accepted(message.accepted.num_cached_tokens)
         case "refused":
             refused = message.refused
-            reason = REASON_FROM_PROTO.get(refused.reason, Reason.INTERNAL)
+            reason = reason_from_proto(refused.reason)
             return refused.attempt_id, Refused(worker.worker_id, reason, refused.message)
         case "prompt_logprobs":
             prompt = message.prompt_logprobs
@@ -110,7 +121,7 @@ def to_event(worker: Worker, message: pb.WorkerMessage) -> tuple[str, AttemptEve
             return first.attempt_id, FirstTokensArrived(tokens)
         case "attempt_ended":
             ended = message.attempt_ended
-            reason = REASON_FROM_PROTO.get(ended.reason, Reason.INTERNAL)
+            reason = reason_from_proto(ended.reason)
             return ended.attempt_id, Ended(worker.worker_id, reason, ended.message)
         case _:
             return "", None
@@ -123,11 +134,15 @@ def role_to_proto(role: Role) -> pb.Role.ValueType:
     return pb.ROLE_PREFILL if role is Role.PREFILL else pb.ROLE_DECODE
 
 
+def samples_to_proto(outputs: Mapping[int, tuple[int, ...]]) -> list[pb.SampleStart]:
+    return [pb.SampleStart(index=index, output_ids=output) for index, output in outputs.items()]
+
+
 def start_to_proto(start: Start) -> pb.SequenceStart:
     sampling = start.sampling
     return pb.SequenceStart(
         prompt_ids=start.prompt_ids,
-        samples=[pb.SampleStart(index=index, output_ids=output) for index, output in start.outputs.items()],
+        samples=samples_to_proto(start.outputs),
         limits=pb.SequenceLimits(
             seed=sampling.seed,
             temperature=sampling.temperature,

@@ -44,6 +44,21 @@ class Reserved:
 
 
 @dataclass(frozen=True, slots=True)
+class AlreadyRunning:
+    """Decode's answer to a renewal that came after the blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferLost:
+    """The ticket's transfer has failed; decode keeps the reservation for a while."""
+
+    worker: str
+    transfer_id: str
+    reason: Reason
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class Accepted:
     num_cached_tokens: int
 
@@ -92,7 +107,16 @@ class WorkerLost:
 
 
 AttemptEvent = (
-    Reserved | Accepted | Refused | PromptLogprobsArrived | FirstTokensArrived | TokenArrived | Ended | WorkerLost
+    Reserved
+    | AlreadyRunning
+    | TransferLost
+    | Accepted
+    | Refused
+    | PromptLogprobsArrived
+    | FirstTokensArrived
+    | TokenArrived
+    | Ended
+    | WorkerLost
 )
 
 
@@ -105,7 +129,11 @@ class Mailbox(Protocol):
 class CommandChannel(Protocol):
     """The way down to the worker; sending never blocks and never fails: a dead stream shows as a lost worker."""
 
-    def reserve(self, attempt_id: str, start: Start, timeout_s: float, traceparent: str) -> None: ...
+    def reserve(self, attempt_id: str, start: Start, timeout_s: float, keep_s: float, traceparent: str) -> None: ...
+
+    def renew(
+        self, attempt_id: str, transfer_id: str, outputs: Mapping[int, tuple[int, ...]], timeout_s: float
+    ) -> None: ...
 
     def prefill(self, attempt_id: str, start: Start, ticket: Ticket, timeout_s: float, traceparent: str) -> None: ...
 
@@ -153,6 +181,8 @@ class LoadReport:
     tokens_ahead: int = 0
     kv_bytes_sent: int = 0
     kv_bytes_received: int = 0
+    silence_s: float = 0.0
+    kv_messages_dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +212,9 @@ class Worker:
     links: dict[str, Link] = field(default_factory=dict)
     attempts: dict[str, Mailbox] = field(default_factory=dict)
     promises: dict[str, Promise] = field(default_factory=dict)
+    has_reported: bool = False
+    "Whether `load` is the worker's own word in this session."
+    is_draining: bool = False
     is_lost: bool = False
 
     @property

@@ -11,3 +11,4 @@ class Reason(StrEnum):
     TIMEOUT = "timeout"
     PREEMPTED = "preempted"
     INTERNAL = "internal"
+    DRAINING = "draining"

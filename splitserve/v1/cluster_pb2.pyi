@@ -52,8 +52,11 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_TIMEOUT: _Reason.ValueType  # 5
     REASON_PREEMPTED: _Reason.ValueType  # 6
     REASON_INTERNAL: _Reason.ValueType  # 7
+    REASON_DRAINING: _Reason.ValueType  # 8
+    """The worker takes no new work, because it is about to end."""
 
-class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper): ...
+class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper):
+    """Newer workers may know more: a reason that is not known is a failure like any other."""
 
 REASON_UNSPECIFIED: Reason.ValueType  # 0
 REASON_NO_ROOM: Reason.ValueType  # 1
@@ -65,6 +68,8 @@ REASON_TRANSFER_FAILED: Reason.ValueType  # 4
 REASON_TIMEOUT: Reason.ValueType  # 5
 REASON_PREEMPTED: Reason.ValueType  # 6
 REASON_INTERNAL: Reason.ValueType  # 7
+REASON_DRAINING: Reason.ValueType  # 8
+"""The worker takes no new work, because it is about to end."""
 Global___Reason: _TypeAlias = Reason  # noqa: Y015
 
 class _FinishReason:
@@ -98,6 +103,10 @@ class WorkerMessage(_message.Message):
     LINK_REPORT_FIELD_NUMBER: _builtins.int
     ACCEPTED_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TRANSFER_LOST_FIELD_NUMBER: _builtins.int
+    ALREADY_RUNNING_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    LEAVE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -118,6 +127,14 @@ class WorkerMessage(_message.Message):
     def accepted(self) -> Global___Accepted: ...
     @_builtins.property
     def prompt_logprobs(self) -> Global___PromptLogprobs: ...
+    @_builtins.property
+    def transfer_lost(self) -> Global___TransferLost: ...
+    @_builtins.property
+    def already_running(self) -> Global___AlreadyRunning: ...
+    @_builtins.property
+    def draining(self) -> Global___Draining: ...
+    @_builtins.property
+    def leave(self) -> Global___Leave: ...
     def __init__(
         self,
         *,
@@ -131,12 +148,16 @@ class WorkerMessage(_message.Message):
         link_report: Global___LinkReport | None = ...,
         accepted: Global___Accepted | None = ...,
         prompt_logprobs: Global___PromptLogprobs | None = ...,
+        transfer_lost: Global___TransferLost | None = ...,
+        already_running: Global___AlreadyRunning | None = ...,
+        draining: Global___Draining | None = ...,
+        leave: Global___Leave | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "attempt_ended", b"attempt_ended", "body", b"body", "first_tokens", b"first_tokens", "hello", b"hello", "link_report", b"link_report", "load", b"load", "prompt_logprobs", b"prompt_logprobs", "refused", b"refused", "reserved", b"reserved", "step_tokens", b"step_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "already_running", b"already_running", "attempt_ended", b"attempt_ended", "body", b"body", "draining", b"draining", "first_tokens", b"first_tokens", "hello", b"hello", "leave", b"leave", "link_report", b"link_report", "load", b"load", "prompt_logprobs", b"prompt_logprobs", "refused", b"refused", "reserved", b"reserved", "step_tokens", b"step_tokens", "transfer_lost", b"transfer_lost"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "attempt_ended", b"attempt_ended", "body", b"body", "first_tokens", b"first_tokens", "hello", b"hello", "link_report", b"link_report", "load", b"load", "prompt_logprobs", b"prompt_logprobs", "refused", b"refused", "reserved", b"reserved", "step_tokens", b"step_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "already_running", b"already_running", "attempt_ended", b"attempt_ended", "body", b"body", "draining", b"draining", "first_tokens", b"first_tokens", "hello", b"hello", "leave", b"leave", "link_report", b"link_report", "load", b"load", "prompt_logprobs", b"prompt_logprobs", "refused", b"refused", "reserved", b"reserved", "step_tokens", b"step_tokens", "transfer_lost", b"transfer_lost"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "load", "reserved", "refused", "first_tokens", "step_tokens", "attempt_ended", "link_report", "accepted", "prompt_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "load", "reserved", "refused", "first_tokens", "step_tokens", "attempt_ended", "link_report", "accepted", "prompt_logprobs", "transfer_lost", "already_running", "draining", "leave"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -152,6 +173,7 @@ class RouterMessage(_message.Message):
     RESERVE_FIELD_NUMBER: _builtins.int
     PREFILL_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
+    RENEW_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -164,6 +186,8 @@ class RouterMessage(_message.Message):
     def prefill(self) -> Global___Prefill: ...
     @_builtins.property
     def release(self) -> Global___Release: ...
+    @_builtins.property
+    def renew(self) -> Global___Renew: ...
     def __init__(
         self,
         *,
@@ -173,12 +197,13 @@ class RouterMessage(_message.Message):
         reserve: Global___Reserve | None = ...,
         prefill: Global___Prefill | None = ...,
         release: Global___Release | None = ...,
+        renew: Global___Renew | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "heartbeat", b"heartbeat", "peers", b"peers", "prefill", b"prefill", "release", b"release", "reserve", b"reserve", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "heartbeat", b"heartbeat", "peers", b"peers", "prefill", b"prefill", "release", b"release", "renew", b"renew", "reserve", b"reserve", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "heartbeat", b"heartbeat", "peers", b"peers", "prefill", b"prefill", "release", b"release", "reserve", b"reserve", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "heartbeat", b"heartbeat", "peers", b"peers", "prefill", b"prefill", "release", b"release", "renew", b"renew", "reserve", b"reserve", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "heartbeat", "peers", "reserve", "prefill", "release"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "heartbeat", "peers", "reserve", "prefill", "release", "renew"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -381,6 +406,8 @@ class Load(_message.Message):
     KV_BYTES_SENT_FIELD_NUMBER: _builtins.int
     KV_BYTES_RECEIVED_FIELD_NUMBER: _builtins.int
     TOKENS_AHEAD_FIELD_NUMBER: _builtins.int
+    SILENCE_S_FIELD_NUMBER: _builtins.int
+    KV_MESSAGES_DROPPED_FIELD_NUMBER: _builtins.int
     engine_steps: _builtins.int
     step_age_s: _builtins.float
     """How long the running step has made no progress, which it makes with every layer; 0 when idle."""
@@ -397,6 +424,10 @@ class Load(_message.Message):
     kv_bytes_received: _builtins.int
     tokens_ahead: _builtins.int
     """Of waiting_tokens, those that a short prompt which comes now would wait for: a long one counts with its threshold."""
+    silence_s: _builtins.float
+    """How long the engine has given no sign of life at all, step or not."""
+    kv_messages_dropped: _builtins.int
+    """Late, repeated and unknown messages of KV transfers that were dropped since the start."""
     def __init__(
         self,
         *,
@@ -412,10 +443,12 @@ class Load(_message.Message):
         kv_bytes_sent: _builtins.int = ...,
         kv_bytes_received: _builtins.int = ...,
         tokens_ahead: _builtins.int = ...,
+        silence_s: _builtins.float = ...,
+        kv_messages_dropped: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_in_use", b"blocks_in_use", "blocks_reserved", b"blocks_reserved", "engine_steps", b"engine_steps", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "num_running", b"num_running", "num_waiting", b"num_waiting", "step_age_s", b"step_age_s", "tokens_ahead", b"tokens_ahead", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_in_use", b"blocks_in_use", "blocks_reserved", b"blocks_reserved", "engine_steps", b"engine_steps", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "kv_messages_dropped", b"kv_messages_dropped", "num_running", b"num_running", "num_waiting", b"num_waiting", "silence_s", b"silence_s", "step_age_s", b"step_age_s", "tokens_ahead", b"tokens_ahead", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -672,10 +705,13 @@ class Reserve(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    KEEP_S_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.str
     traceparent: _builtins.str
     timeout_s: _builtins.float
     """The reservation is given back if its blocks have not arrived by then."""
+    keep_s: _builtins.float
+    """How long the reservation is kept after its transfer has failed; 0: it ends with the transfer."""
     @_builtins.property
     def start(self) -> Global___SequenceStart: ...
     def __init__(
@@ -685,17 +721,55 @@ class Reserve(_message.Message):
         start: Global___SequenceStart | None = ...,
         traceparent: _builtins.str = ...,
         timeout_s: _builtins.float = ...,
+        keep_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "start", b"start", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "keep_s", b"keep_s", "start", b"start", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Reserve: _TypeAlias = Reserve  # noqa: Y015
 
 @_typing.final
+class Renew(_message.Message):
+    """Closes the transfer `transfer_id` of a reservation (its blocks count as not received) and opens another, the prompt
+    grown by the outputs that the router has. Answered by `reserved` with a fresh ticket, by `already_running`, or by
+    `refused`: then nothing is held any more. Once another transfer is open it is ignored.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPT_ID_FIELD_NUMBER: _builtins.int
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    attempt_id: _builtins.str
+    transfer_id: _builtins.str
+    timeout_s: _builtins.float
+    """As in `reserve`, from now on."""
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleStart]: ...
+    def __init__(
+        self,
+        *,
+        attempt_id: _builtins.str = ...,
+        transfer_id: _builtins.str = ...,
+        samples: _abc.Iterable[Global___SampleStart] | None = ...,
+        timeout_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "samples", b"samples", "timeout_s", b"timeout_s", "transfer_id", b"transfer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Renew: _TypeAlias = Renew  # noqa: Y015
+
+@_typing.final
 class Reserved(_message.Message):
+    """To a decode worker's `reserve` or `renew`."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ATTEMPT_ID_FIELD_NUMBER: _builtins.int
@@ -716,6 +790,59 @@ class Reserved(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Reserved: _TypeAlias = Reserved  # noqa: Y015
+
+@_typing.final
+class AlreadyRunning(_message.Message):
+    """To `renew`: the blocks have arrived, the attempt's tokens come."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPT_ID_FIELD_NUMBER: _builtins.int
+    attempt_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        attempt_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AlreadyRunning: _TypeAlias = AlreadyRunning  # noqa: Y015
+
+@_typing.final
+class TransferLost(_message.Message):
+    """The transfer that was open for a reservation has failed. The reservation is kept for `keep_s` of its `reserve`, or
+    until `renew` or `release`. `transfer_id` names the ticket: words about an older one are out of date.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPT_ID_FIELD_NUMBER: _builtins.int
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    attempt_id: _builtins.str
+    transfer_id: _builtins.str
+    reason: Global___Reason.ValueType
+    message: _builtins.str
+    def __init__(
+        self,
+        *,
+        attempt_id: _builtins.str = ...,
+        transfer_id: _builtins.str = ...,
+        reason: Global___Reason.ValueType = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "message", b"message", "reason", b"reason", "transfer_id", b"transfer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TransferLost: _TypeAlias = TransferLost  # noqa: Y015
 
 @_typing.final
 class Ticket(_message.Message):
@@ -1035,6 +1162,44 @@ class Release(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Release: _TypeAlias = Release  # noqa: Y015
+
+@_typing.final
+class Draining(_message.Message):
+    """The worker takes no new work from now on. What it has goes on for up to `timeout_s`; it then ends what is left."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    timeout_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        timeout_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["timeout_s", b"timeout_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Draining: _TypeAlias = Draining  # noqa: Y015
+
+@_typing.final
+class Leave(_message.Message):
+    """Nothing is left here: the router may end the stream, and it is no death."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Leave: _TypeAlias = Leave  # noqa: Y015
 
 @_typing.final
 class LinkReport(_message.Message):

@@ -45,8 +45,8 @@ class ClusterServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Join(self, request_iterator, context):
-        """One stream per (worker, router). The worker speaks first, with `hello`. Any end of the stream is the worker's
-        death as far as this router is concerned: it ends every attempt that this router has on the worker.
+        """One stream per (worker, router). The worker speaks first, with `hello`. Any end of the stream without `leave` is the
+        worker's death as far as this router is concerned: it ends every attempt that this router has on the worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -32,16 +32,16 @@ class ClusterServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ClusterServiceAsyncStub: ...
     Join: _grpc.StreamStreamMultiCallable[_cluster_pb2.WorkerMessage, _cluster_pb2.RouterMessage]
-    """One stream per (worker, router). The worker speaks first, with `hello`. Any end of the stream is the worker's
-    death as far as this router is concerned: it ends every attempt that this router has on the worker.
+    """One stream per (worker, router). The worker speaks first, with `hello`. Any end of the stream without `leave` is the
+    worker's death as far as this router is concerned: it ends every attempt that this router has on the worker.
     """
 
 @_typing.type_check_only
 class ClusterServiceAsyncStub(ClusterServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Join: _aio.StreamStreamMultiCallable[_cluster_pb2.WorkerMessage, _cluster_pb2.RouterMessage]  # type: ignore[assignment]
-    """One stream per (worker, router). The worker speaks first, with `hello`. Any end of the stream is the worker's
-    death as far as this router is concerned: it ends every attempt that this router has on the worker.
+    """One stream per (worker, router). The worker speaks first, with `hello`. Any end of the stream without `leave` is the
+    worker's death as far as this router is concerned: it ends every attempt that this router has on the worker.
     """
 
 class ClusterServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -51,8 +51,8 @@ class ClusterServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_cluster_pb2.WorkerMessage],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cluster_pb2.RouterMessage], _abc.AsyncIterator[_cluster_pb2.RouterMessage]]:
-        """One stream per (worker, router). The worker speaks first, with `hello`. Any end of the stream is the worker's
-        death as far as this router is concerned: it ends every attempt that this router has on the worker.
+        """One stream per (worker, router). The worker speaks first, with `hello`. Any end of the stream without `leave` is the
+        worker's death as far as this router is concerned: it ends every attempt that this router has on the worker.
         """
 
 def add_ClusterServiceServicer_to_server(servicer: ClusterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

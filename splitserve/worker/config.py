@@ -51,10 +51,16 @@ class WorkerConfig:
     "Address that peers dial; default: the bind address, or with a wildcard the one that reaches the router."
     router: str = "127.0.0.1:50052"
     "The router's internal port. Every address of the name is joined."
+    rejoin_interval: Duration = 1.0
+    "Pause before a router is dialled again; its name is looked up at every second one."
+    drain_timeout: Duration = 7.0
+    "After SIGTERM, how long what is here may go on before the worker ends."
     http_port: int = 8080
     "Health and metrics; 0 picks a free port."
     transfer_timeout: Duration = 10.0
     "A KV transfer without progress for this long fails."
+    kv_peer_timeout: Duration = 4.0
+    "A peer that a KV transfer depends on is lost when nothing is heard of it for this long."
     stall_timeout: Duration = 10.0
     "A step that gets no further for this long ends the worker."
     trust_remote_code: bool = False

@@ -5,7 +5,12 @@ from splitserve.service.reasons import Reason
 from splitserve.v1 import cluster_pb2 as pb
 
 REASON_TO_PROTO = {reason: pb.Reason.Value(f"REASON_{reason.name}") for reason in Reason}
-REASON_FROM_PROTO = {value: reason for reason, value in REASON_TO_PROTO.items()}
+_REASON_FROM_PROTO = {value: reason for reason, value in REASON_TO_PROTO.items()}
+
+
+def reason_from_proto(value: pb.Reason.ValueType) -> Reason:
+    """One that is not known here, from a newer worker, is a failure that another worker may not have."""
+    return _REASON_FROM_PROTO.get(value, Reason.TRANSFER_FAILED)
 
 
 def ticket_to_proto(ticket: Ticket) -> pb.Ticket:

@@ -143,12 +143,17 @@ class Front:
         return ready
 
     async def _serve(self, ready: messages.Ready, stop: StopRequest) -> None:
-        self._load = messages.Load(ready.num_blocks, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+        self._load = messages.Load(ready.num_blocks, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
         hello = translate.hello_message(
             ready, worker_id=self._worker_id, role=self._role.proto, host_id=_host_id(), pid=os.getpid()
         )
         self._joiner = Joiner(
-            self._config.router, hello, self._load_message, self._on_router_message, self._on_router_end
+            self._config.router,
+            hello,
+            self._load_message,
+            self._on_router_message,
+            self._on_router_end,
+            rejoin_interval_s=self._config.rejoin_interval,
         )
         self._http = WorkerHttp(ready, self._joined_routers)
         async with self._http.serving(self._config.bind, self._config.http_port) as port:
@@ -185,7 +190,7 @@ class Front:
                 self._http.count(report)
             case messages.Progress(text=text):
                 log.info("engine", step=text)
-            case messages.Ready() | messages.StartFailed():
+            case messages.Ready() | messages.StartFailed() | messages.Ignored() | messages.Drained():
                 log.error("unexpected report", type=type(report).__name__)
             case _:
                 if isinstance(report, messages.FirstTokens | messages.StepTokens):

@@ -18,8 +18,6 @@ from splitserve.v1.cluster_pb2_grpc import ClusterServiceStub
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
-_RESOLVE_INTERVAL_S = 2.0
-_RETRY_PAUSE_S = 1.0
 _WELCOME_TIMEOUT_S = 5.0
 _CHANNEL_OPTIONS = [
     *GRPC_MESSAGE_OPTIONS,
@@ -115,6 +113,7 @@ class Joiner:
         heartbeat: Callable[[], pb.WorkerMessage],
         on_message: Callable[[RouterConnection, pb.RouterMessage], None],
         on_end: Callable[[RouterConnection], None],
+        rejoin_interval_s: float,
     ) -> None:
         self._host, _, port = target.rpartition(":")
         self._port = int(port)
@@ -122,6 +121,7 @@ class Joiner:
         self._heartbeat = heartbeat
         self._on_message = on_message
         self._on_end = on_end
+        self._rejoin_interval_s = rejoin_interval_s
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._router_ids: dict[str, str] = {}
         self._next_session = 1
@@ -134,7 +134,7 @@ class Joiner:
                 for address in await self._resolve():
                     if address not in self._tasks and not self._is_alias(address):
                         self._dial(address)
-                await asyncio.sleep(_RESOLVE_INTERVAL_S)
+                await asyncio.sleep(2 * self._rejoin_interval_s)
         finally:
             tasks = list(self._tasks.values())
             for task in tasks:
@@ -177,7 +177,7 @@ class Joiner:
         finally:
             del self.connections[connection.session]
             self._on_end(connection)
-        await asyncio.sleep(_RETRY_PAUSE_S)
+        await asyncio.sleep(self._rejoin_interval_s)
 
     async def flush(self, timeout_s: float) -> None:
         """Lets the last words out before the streams are closed, but does not wait long for a router to read them."""

@@ -41,7 +41,12 @@ def make_agent(
     )
     if config.fault_plan:
         carrier = FaultyCarrier(carrier, load_fault_plan(Path(config.fault_plan)))
-    settings = KVSettings(transfer_timeout_s=config.transfer_timeout)
+    settings = KVSettings(
+        transfer_timeout_s=config.transfer_timeout,
+        ping_interval_s=config.kv_peer_timeout / 4,
+        ping_timeout_s=config.kv_peer_timeout,
+        closing_timeout_s=config.kv_peer_timeout,
+    )
     return KVAgent(
         worker_id=worker_id,
         fingerprint=fingerprint,

@@ -25,4 +25,5 @@ def load_report(
         tokens_ahead=tokens_ahead,
         kv_bytes_sent=transfers.bytes_sent,
         kv_bytes_received=transfers.bytes_received,
+        kv_messages_dropped=transfers.messages_dropped,
     )

@@ -101,6 +101,17 @@ class Reserve(Message, frozen=True):
     start: Start
     timeout_s: float
     traceparent: str = ""
+    keep_s: float = 0.0
+
+
+class Renew(Message, frozen=True):
+    """Closes the transfer of a reservation and opens another, with these outputs."""
+
+    session: int
+    attempt: str
+    transfer_id: str
+    samples: list[Sample]
+    timeout_s: float
 
 
 class Prefill(Message, frozen=True):
@@ -128,11 +139,17 @@ class SetPeers(Message, frozen=True):
     endpoints: dict[str, KVEndpoint]
 
 
+class Drain(Message, frozen=True):
+    """Takes no new work from now on, and ends what is left after `timeout_s`."""
+
+    timeout_s: float
+
+
 class Stop(Message, frozen=True):
     pass
 
 
-Command = Configure | Reserve | Prefill | Release | EndSession | SetPeers | Stop
+Command = Configure | Reserve | Renew | Prefill | Release | EndSession | SetPeers | Drain | Stop
 
 # Reports: engine → front.
 
@@ -196,6 +213,23 @@ class Accepted(Message, frozen=True):
     num_cached_tokens: int
 
 
+class AlreadyRunning(Message, frozen=True):
+    """The answer to a `Renew` that came after the blocks."""
+
+    session: int
+    attempt: str
+
+
+class TransferLost(Message, frozen=True):
+    """The reservation is kept although its transfer has failed, for a while."""
+
+    session: int
+    attempt: str
+    transfer_id: str
+    reason: Reason
+    message: str
+
+
 class Refused(Message, frozen=True):
     session: int
     attempt: str
@@ -255,6 +289,16 @@ class CacheLookup(Message, frozen=True):
     num_cached_tokens: int
 
 
+class Ignored(Message, frozen=True):
+    """A command of this kind came late or again and changed nothing, for the metrics."""
+
+    kind: str
+
+
+class Drained(Message, frozen=True):
+    """The answer to `Drain`: nothing is left here."""
+
+
 class Load(Message, frozen=True):
     blocks_free: int
     blocks_cached: int
@@ -266,6 +310,7 @@ class Load(Message, frozen=True):
     tokens_ahead: int
     kv_bytes_sent: int
     kv_bytes_received: int
+    kv_messages_dropped: int
 
 
 Countable = TransferReport | CacheLookup | FirstTokens | StepTokens
@@ -277,6 +322,8 @@ Report = (
     | Ready
     | Reserved
     | Accepted
+    | AlreadyRunning
+    | TransferLost
     | Refused
     | PromptLogprobs
     | FirstTokens
@@ -285,5 +332,7 @@ Report = (
     | LinkReport
     | TransferReport
     | CacheLookup
+    | Ignored
+    | Drained
     | Load
 )

@@ -1,5 +1,7 @@
 """Between the contract of `Join` (proto) and the worker's own messages: the only place that knows both."""
 
+from collections.abc import Iterable
+
 from kvtransfer.endpoint import KVEndpoint
 from splitserve.v1 import cluster_pb2 as pb
 from splitserve.worker import messages
@@ -24,6 +26,16 @@ def to_command(message: pb.RouterMessage, session: int) -> messages.Command | No
                 start=_start(reserve.start),
                 timeout_s=reserve.timeout_s,
                 traceparent=reserve.traceparent,
+                keep_s=reserve.keep_s,
+            )
+        case "renew":
+            renew = message.renew
+            return messages.Renew(
+                session=session,
+                attempt=renew.attempt_id,
+                transfer_id=renew.transfer_id,
+                samples=_samples(renew.samples),
+                timeout_s=renew.timeout_s,
             )
         case "prefill":
             prefill = message.prefill
@@ -44,7 +56,7 @@ def _start(start: pb.SequenceStart) -> messages.Start:
     limits = start.limits
     return messages.Start(
         prompt_ids=list(start.prompt_ids),
-        samples=[messages.Sample(sample.index, list(sample.output_ids)) for sample in start.samples],
+        samples=_samples(start.samples),
         limits=messages.Limits(
             seed=limits.seed,
             temperature=limits.temperature,
@@ -63,6 +75,10 @@ def _start(start: pb.SequenceStart) -> messages.Start:
             prompt_logprobs=limits.prompt_logprobs if limits.HasField("prompt_logprobs") else None,
         ),
     )
+
+
+def _samples(samples: Iterable[pb.SampleStart]) -> list[messages.Sample]:
+    return [messages.Sample(sample.index, list(sample.output_ids)) for sample in samples]
 
 
 def to_endpoint(endpoint: pb.KVEndpoint) -> KVEndpoint:
@@ -84,6 +100,14 @@ def to_worker_message(report: messages.Report) -> pb.WorkerMessage:
                     ticket=ticket_to_proto(ticket),
                 )
             )
+        case messages.AlreadyRunning(attempt=attempt):
+            return pb.WorkerMessage(already_running=pb.AlreadyRunning(attempt_id=attempt))
+        case messages.TransferLost(attempt=attempt, transfer_id=transfer_id, reason=reason, message=text):
+            return pb.WorkerMessage(
+                transfer_lost=pb.TransferLost(
+                    attempt_id=attempt, transfer_id=transfer_id, reason=REASON_TO_PROTO[reason], message=text
+                )
+            )
         case messages.Accepted(attempt=attempt, num_cached_tokens=cached):
             return pb.WorkerMessage(accepted=pb.Accepted(attempt_id=attempt, num_cached_tokens=cached))
         case messages.Refused(attempt=attempt, reason=reason, message=text):
@@ -94,6 +118,14 @@ def to_worker_message(report: messages.Report) -> pb.WorkerMessage:
             return pb.WorkerMessage(
                 attempt_ended=pb.AttemptEnded(attempt_id=attempt, reason=REASON_TO_PROTO[reason], message=text)
             )
+        case messages.LinkReport(peer=peer, reachable=reachable, detail=detail):
+            return pb.WorkerMessage(link_report=pb.LinkReport(peer_worker_id=peer, reachable=reachable, detail=detail))
+        case _:
+            return _tokens_message(report)
+
+
+def _tokens_message(report: messages.Report) -> pb.WorkerMessage:
+    match report:
         case messages.PromptLogprobs(attempt=attempt, start=start, tokens=entries):
             return pb.WorkerMessage(
                 prompt_logprobs=pb.PromptLogprobs(attempt_id=attempt, start=start, tokens=map(_logprobs, entries))
@@ -102,8 +134,6 @@ def to_worker_message(report: messages.Report) -> pb.WorkerMessage:
             return pb.WorkerMessage(first_tokens=pb.FirstTokens(attempt_id=attempt, tokens=map(_token, tokens)))
         case messages.StepTokens(tokens=tokens):
             return pb.WorkerMessage(step_tokens=pb.StepTokens(tokens=map(_token, tokens)))
-        case messages.LinkReport(peer=peer, reachable=reachable, detail=detail):
-            return pb.WorkerMessage(link_report=pb.LinkReport(peer_worker_id=peer, reachable=reachable, detail=detail))
         case _:
             raise TypeError(f"{type(report).__name__} is not for routers")
 
@@ -143,6 +173,8 @@ def load_message(load: messages.Load, signs: Signs) -> pb.WorkerMessage:
             tokens_ahead=load.tokens_ahead,
             kv_bytes_sent=load.kv_bytes_sent,
             kv_bytes_received=load.kv_bytes_received,
+            silence_s=signs.silence_s,
+            kv_messages_dropped=load.kv_messages_dropped,
         )
     )
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from router.metrics import RouterMetrics
 from router.request import Event, FinishReason, GenerationRequest, Sampling, TokenEvent, TokenLogprobs
 from router.worker import (
     Accepted,
+    AlreadyRunning,
     Ended,
     FirstTokensArrived,
     Identity,
@@ -28,6 +29,7 @@ from router.worker import (
     Role,
     Start,
     TokenArrived,
+    TransferLost,
     Worker,
 )
 from splitserve.service.reasons import Reason
@@ -37,13 +39,20 @@ _SESSIONS = itertools.count(1)
 
 @dataclass
 class FakeChannel:
-    """Notes every command; `commands` holds (kind, attempt id, start)."""
+    """Notes every command; `commands` holds (kind, attempt id, start), `renewals` what each renewal asked for."""
 
     commands: list[tuple[str, str, Start | None]] = field(default_factory=list)
+    renewals: list[tuple[str, str, Mapping[int, tuple[int, ...]]]] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def reserve(self, attempt_id: str, start: Start, timeout_s: float, traceparent: str) -> None:
+    def reserve(self, attempt_id: str, start: Start, timeout_s: float, keep_s: float, traceparent: str) -> None:
         self._note("reserve", attempt_id, start)
+
+    def renew(
+        self, attempt_id: str, transfer_id: str, outputs: Mapping[int, tuple[int, ...]], timeout_s: float
+    ) -> None:
+        self.renewals.append((attempt_id, transfer_id, outputs))
+        self._note("renew", attempt_id, None)
 
     def prefill(self, attempt_id: str, start: Start, ticket: Ticket, timeout_s: float, traceparent: str) -> None:
         self._note("prefill", attempt_id, start)
@@ -84,6 +93,12 @@ class FakeWorker:
 
     def reserved(self, attempt: str) -> None:
         self.say(attempt, Reserved(Ticket(f"t-{attempt}", self.worker.worker_id, 0, 1)))
+
+    def already_running(self, attempt: str) -> None:
+        self.say(attempt, AlreadyRunning())
+
+    def transfer_lost(self, attempt: str, transfer_id: str, reason: Reason = Reason.TRANSFER_FAILED) -> None:
+        self.say(attempt, TransferLost(self.worker.worker_id, transfer_id, reason, "the test says so"))
 
     def refused(self, attempt: str, reason: Reason = Reason.NO_ROOM) -> None:
         self.say(attempt, Refused(self.worker.worker_id, reason, "the test says so"))
@@ -159,7 +174,7 @@ class Router:
         now = asyncio.get_running_loop().time()
         load = LoadReport(blocks_free=whole.num_blocks)
         # Nobody beats for it: it stays fresh for the whole test.
-        worker = Worker(whole, next(_SESSIONS), channel, now + 3600, load)
+        worker = Worker(whole, next(_SESSIONS), channel, now + 3600, load, has_reported=True)
         self._fakes.append(FakeWorker(worker, channel))
         self.membership.add(worker)
         for fake in self._fakes:

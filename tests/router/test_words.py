@@ -1,0 +1,93 @@
+"""The words of `Join`: what one edge says the other hears, and a word of a newer worker does no harm."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from kvtransfer.ticket import Ticket
+from router import worker as heard
+from router.join import JoinChannel
+from router.request import FinishReason, GenerationRequest
+from router.translate import to_event, to_load
+from router.worker import Role, Start
+from splitserve.service.reasons import Reason
+from splitserve.v1 import cluster_pb2 as pb
+from splitserve.worker import messages
+from splitserve.worker.clock import Signs
+from splitserve.worker.contract import REASON_TO_PROTO
+from splitserve.worker.translate import load_message, to_command, to_worker_message
+from tests.router.cluster_fakes import Router, collect, ids, request
+
+
+def as_command(channel: JoinChannel) -> messages.Command | None:
+    """The engine's command for the one message that the channel was told to send."""
+    message = channel.outgoing.get_nowait()
+    assert message is not None
+    return to_command(pb.RouterMessage.FromString(message.SerializeToString()), 7)
+
+
+async def test_reserve_forgets_how_long_the_reservation_is_kept() -> None:
+    asked: GenerationRequest = request(3)
+    channel = JoinChannel()
+    channel.reserve("a", Start(asked.prompt_ids, {2: (8, 9)}, asked.sampling), 60.0, 5.0, "trace")
+    command = as_command(channel)
+    assert isinstance(command, messages.Reserve)
+    assert (command.session, command.attempt, command.timeout_s, command.keep_s) == (7, "a", 60.0, 5.0)
+    assert command.traceparent == "trace"
+    assert command.start.samples == [messages.Sample(2, [8, 9])]
+
+
+async def test_renewal_names_another_ticket_or_other_outputs() -> None:
+    channel = JoinChannel()
+    channel.renew("a", "t1", {2: (8, 9), 3: ()}, 60.0)
+    samples = [messages.Sample(2, [8, 9]), messages.Sample(3, [])]
+    assert as_command(channel) == messages.Renew(7, "a", "t1", samples, 60.0)
+
+
+@pytest.mark.parametrize(
+    ("said", "event"),
+    [
+        (messages.Reserved(1, "a", Ticket("t1", "d0", 2, 5)), heard.Reserved(Ticket("t1", "d0", 2, 5))),
+        (messages.AlreadyRunning(1, "a"), heard.AlreadyRunning()),
+        (
+            messages.TransferLost(1, "a", "t1", Reason.TRANSFER_FAILED, "link_lost"),
+            heard.TransferLost("d0", "t1", Reason.TRANSFER_FAILED, "link_lost"),
+        ),
+        (messages.Refused(1, "a", Reason.DRAINING, "ends"), heard.Refused("d0", Reason.DRAINING, "ends")),
+        (messages.AttemptEnded(1, "a", Reason.DRAINING, "ends"), heard.Ended("d0", Reason.DRAINING, "ends")),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+async def test_word_of_a_worker_is_changed_on_its_way(said: Any, event: heard.AttemptEvent) -> None:
+    decode = Router().join(Role.DECODE, "d0").worker
+    message = pb.WorkerMessage.FromString(to_worker_message(said).SerializeToString())
+    assert to_event(decode, message) == ("a", event)
+
+
+async def test_load_tells_nothing_of_silence_and_of_what_was_dropped() -> None:
+    load = messages.Load(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, kv_messages_dropped=11)
+    told = to_load(load_message(load, Signs(steps=12, step_age_s=0.25, silence_s=0.5)).load)
+    assert (told.engine_steps, told.step_age_s, told.silence_s) == (12, 0.25, 0.5)
+    assert (told.blocks_free, told.kv_bytes_received, told.kv_messages_dropped) == (1, 10, 11)
+
+
+@pytest.mark.parametrize("kind", ["refused", "attempt_ended", "transfer_lost"])
+async def test_reason_of_a_newer_worker_kills_the_request(kind: str) -> None:
+    """A rolling upgrade may bring words that this router does not know: the request goes on elsewhere."""
+    router = Router(suspect_timeout=0.01)
+    (prefill,), (decode,) = router.pairs()
+    task = asyncio.create_task(collect(router.submit()))
+    attempt, _ = await decode.command("reserve")
+    word = pb.WorkerMessage()
+    body = getattr(word, kind)
+    body.attempt_id, body.reason = attempt, max(REASON_TO_PROTO.values()) + 1
+    name, event = to_event(decode.worker, pb.WorkerMessage.FromString(word.SerializeToString()))
+    assert event is not None
+    assert decode.say(name, event)
+    again, _ = await decode.command("reserve", 1)
+    decode.reserved(again)
+    await prefill.command("prefill")
+    prefill.accepted(again)
+    prefill.first(again, 0, 100, FinishReason.LENGTH)
+    assert ids(await task) == [100]
