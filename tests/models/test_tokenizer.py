@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers import processors
+from transformers import PreTrainedTokenizerFast
 
 from splitserve.models.description import ModelDescription
 from splitserve.models.tokenizer import Tokenizer
 from splitserve.service.errors import InvalidRequest
+from tests.tiny_models import add_tokenizer
 
 USER = [{"role": "user", "content": "abc the 123"}]
 
@@ -28,15 +30,60 @@ def _variant(model: ModelDescription, folder: Path, **tokenizer_config: object) 
 
 def test_a_second_bos_comes_before_the_chat_templates_own(tiny_model: ModelDescription, tmp_path: Path) -> None:
     """C12: the tokenizer adds BOS to plain text; the template has written it already."""
-    directory = _variant(tiny_model, tmp_path)
-    library = LibraryTokenizer.from_file(str(directory / "tokenizer.json"))
-    library.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
-    library.save(str(directory / "tokenizer.json"))
-    tokenizer = Tokenizer.load(directory)
+    tokenizer = Tokenizer.load(_with_bos_added(_variant(tiny_model, tmp_path)))
     assert tokenizer.encode("abc").count(1) == 1
     chat = tokenizer.encode_chat(USER)
     assert chat[0] == 1
     assert chat.count(1) == 1
+
+
+CONVERSATIONS = [
+    USER,
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "naïve 👩\u200d👧 \n\n  12 "}],
+    [
+        {"role": "user", "content": "the <bos> <eos> <|im_end|>"},
+        {"role": "assistant", "content": ""},
+        {"role": "user", "content": " abc"},
+    ],
+]
+
+
+def _with_bos_added(directory: Path) -> Path:
+    """Its tokenizer puts BOS before a plain text, as many do."""
+    name = json.loads((directory / "tokenizer_config.json").read_text())["bos_token"]
+    library = LibraryTokenizer.from_file(str(directory / "tokenizer.json"))
+    token_id = library.token_to_id(name)
+    library.post_processor = processors.TemplateProcessing(single=f"{name} $A", special_tokens=[(name, token_id)])
+    library.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+@pytest.mark.parametrize("kind", ["template with BOS", "ChatML"])
+def test_chat_ids_differ_from_transformers(
+    kind: str, adds_bos: bool, tiny_model: ModelDescription, tmp_path: Path
+) -> None:
+    """C12: as `apply_chat_template` tokenizes."""
+    if kind == "ChatML":
+        add_tokenizer(tmp_path)
+    else:
+        _variant(tiny_model, tmp_path)
+    if adds_bos:
+        _with_bos_added(tmp_path)
+    _require_transformers_ids(tmp_path)
+
+
+def test_chat_ids_of_the_default_model_differ_from_transformers(default_model: ModelDescription) -> None:
+    _require_transformers_ids(default_model.directory)
+
+
+def _require_transformers_ids(directory: Path) -> None:
+    ours, theirs = Tokenizer.load(directory), PreTrainedTokenizerFast.from_pretrained(directory)
+    for messages in CONVERSATIONS:
+        expected = theirs.apply_chat_template(messages, tokenize=True, add_generation_prompt=True)["input_ids"]
+        assert ours.encode_chat(messages) == expected
+        text = messages[-1]["content"]
+        assert ours.encode(text) == theirs(text)["input_ids"]
 
 
 @pytest.mark.parametrize(
