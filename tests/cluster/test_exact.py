@@ -1,14 +1,15 @@
 """Through real processes: the text is that of one process, whatever the lengths, the company and the pair."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from splitserve.engine.sampling_params import SamplingParams
 from tests.cluster.harness import Cluster
-from tests.reference import greedy
+from tests.reference import greedy, sampled
 from tests.tiny_models import VOCAB_SIZE
 
 pytestmark = pytest.mark.cluster
@@ -24,17 +25,21 @@ def prompt_of(length: int, seed: int = 0, vocab: int = VOCAB_SIZE) -> list[int]:
     return random.Random(f"{seed}/{length}").choices(range(3, vocab), k=length)
 
 
-def outputs(cluster: Cluster, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-    """All at once over gRPC."""
+def outputs(
+    cluster: Cluster, prompts: list[list[int]], max_tokens: int, priorities: Sequence[int] = ()
+) -> list[list[int]]:
+    """All at once over gRPC; those of no priority of their own have 0."""
 
-    def run(prompt: list[int]) -> list[int]:
-        answer = cluster.client.generate(prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    def run(prompt: list[int], priority: int) -> list[int]:
+        answer = cluster.client.generate(
+            prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True, priority=priority
+        )
         assert answer.finish_reason == "length"
         assert (answer.prompt_tokens, answer.completion_tokens) == (len(prompt), max_tokens)
         return list(answer.token_ids)
 
     with ThreadPoolExecutor(len(prompts)) as pool:
-        return list(pool.map(run, prompts))
+        return list(pool.map(run, prompts, priorities or [0] * len(prompts)))
 
 
 def test_text_differs_from_one_process(pair: Cluster, tiny: Tiny) -> None:
@@ -70,8 +75,8 @@ def test_company_changes_the_text(two_by_three: Cluster, tiny: Tiny) -> None:
     assert not idle, f"workers without a step: {idle}"
 
 
-def test_seed_gives_two_texts(two_by_three: Cluster) -> None:
-    """C08: one seed, one text, on whichever pair; first tokens vary over seeds."""
+def test_seed_gives_two_texts(two_by_three: Cluster, tiny: Tiny) -> None:
+    """C08: one seed, one text, on whichever pair, and that of one process; first tokens vary over seeds."""
     prompt = prompt_of(20)
 
     def run(seed: int, max_tokens: int) -> tuple[int, ...]:
@@ -80,7 +85,8 @@ def test_seed_gives_two_texts(two_by_three: Cluster) -> None:
         )
         return tuple(answer.token_ids)
 
-    assert len({run(1, 20) for _ in range(20)}) == 1
+    params = SamplingParams(max_tokens=20, temperature=0.8, seed=1, ignore_eos=True)
+    assert {run(1, 20) for _ in range(20)} == {tuple(sampled(tiny("gemma2"), prompt, params))}
     assert len({run(seed, 1) for seed in range(50)}) > 5
 
 

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from router.request import FinishReason
 from router.worker import LoadReport, Role
 from splitserve.service.reasons import Reason
-from tests.router.cluster_fakes import FakeWorker, Router, collect
+from tests.router.cluster_fakes import FakeWorker, Router, collect, ids, request
 from tests.router.test_membership_unit import settle
 
 B = 16
@@ -168,6 +169,41 @@ async def test_new_work_takes_the_room_that_a_preempted_request_has_just_left() 
     await settle()
     assert reserved(decode) == [30 * B, 30 * B]
     await cancel(router, [*victim, *later])
+
+
+@pytest.mark.parametrize("urgent", [0, 1], ids=["first", "second"])
+@pytest.mark.parametrize("lengths", [(4 * B, 3 * B), (3 * B, 4 * B)], ids=str)
+async def test_priorities_make_two_requests_wait_for_each_other(lengths: tuple[int, int], urgent: int) -> None:
+    """C43: seven blocks for 4 + 1 and 3 + 1. Who runs is preempted, and gets its blocks again before the other, however
+    urgent that is; then the other gets its own: both finish."""
+    router = Router(passing_timeout=3600.0)
+    prefill, decode = router.join(Role.PREFILL, "p0"), router.join(Role.DECODE, "d0", num_blocks=7)
+    tasks = []
+    for index, length in enumerate(lengths):
+        flow = router.dispatcher.submit(request(length, priority=9 if index == urgent else 0))
+        tasks.append(asyncio.create_task(collect(flow)))
+        await settle()
+    attempt = await run_attempt(prefill, decode)
+    report(router, decode, free=1)
+    await settle()
+    decode.ended(attempt, Reason.PREEMPTED)
+    report(router, decode, free=7)
+    for number in (1, 2):
+        await settle()
+        assert len(reserved(decode)) == number + 1, "both hold blocks, or nobody does"
+        attempt, start = await decode.command("reserve", number)
+        assert start is not None
+        position = len(start.outputs[0])
+        decode.reserved(attempt)
+        await prefill.command("prefill", number)
+        prefill.accepted(attempt)
+        prefill.first(attempt, position, 8, FinishReason.LENGTH)
+        decode.token(attempt, position, 8, FinishReason.LENGTH)
+        await settle()
+        report(router, decode, free=7)
+    assert reserved(decode) == [lengths[0], *lengths]
+    assert [ids(await task) for task in tasks] == [[7, 8], [8]]
+    router.assert_idle()
 
 
 @pytest.mark.parametrize("free", [2, 9])
