@@ -74,6 +74,7 @@ class KVAgent:
         self._is_open = False
         self._is_closing = False
         self._pid = 0
+        self._num_turns = 0
         self._started = threading.Event()
         self._start_error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name=f"kv-{worker_id}", daemon=True)
@@ -101,6 +102,11 @@ class KVAgent:
     def endpoint(self) -> KVEndpoint:
         """What peers dial; valid after `start`."""
         return self._carrier.endpoint
+
+    @property
+    def num_turns(self) -> int:
+        """Rises every half a second at least while the KV thread lives."""
+        return self._num_turns
 
     def stats(self) -> KVStats:
         return self._counters.snapshot()
@@ -192,6 +198,7 @@ class KVAgent:
             self._emit(AgentStopped(failure))
 
     def _step(self) -> None:
+        self._num_turns += 1
         events = self._carrier.poll(self._node.poll_interval())
         # Requests first: an expectation is queued before its ticket leaves, so it must be known before blocks are read.
         self._run_commands()

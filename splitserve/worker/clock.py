@@ -1,8 +1,8 @@
-"""The step clock: a few words of shared memory in which the engine thread leaves signs of life and the front reads
-them.
+"""The step clock: a few words of shared memory in which the engine thread leaves signs of life for the front, and the
+front for the engine.
 
 Messages would not do: an engine that is stuck in a step, stopped, or swapped out sends none, and telling these apart
-from an idle one is the point.
+from an idle one is the point. A front that hangs sends none either, and an idle engine expects none.
 """
 
 import mmap
@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 # Finished steps, last progress of the running step (ns, 0 = idle), last sign of life (ns).
 _WORDS = struct.Struct("<QQQ")
+# Behind them: how often the front has shown a sign of life.
+_FRONT_BEATS = struct.Struct("<Q")
 
 
 class Signs(NamedTuple):
@@ -24,11 +26,13 @@ class Signs(NamedTuple):
 
 
 class StepClock:
-    """One writer (the engine thread), any number of readers. Torn reads are harmless: the next read corrects them."""
+    """One writer of each word (the engine thread, or the front), any number of readers. Torn reads are harmless: the
+    next read corrects them."""
 
     def __init__(self, fd: int) -> None:
         self._memory = mmap.mmap(fd, mmap.PAGESIZE)
         self._steps = 0
+        self._front_beats = 0
 
     @staticmethod
     def create() -> int:
@@ -57,3 +61,13 @@ class StepClock:
         steps, began, seen = _WORDS.unpack_from(self._memory, 0)
         now = time.monotonic_ns()
         return Signs(steps, (now - began) / 1e9 if began else 0.0, (now - seen) / 1e9 if seen else 0.0)
+
+    # The front's word
+
+    def beat_front(self) -> None:
+        self._front_beats += 1
+        _FRONT_BEATS.pack_into(self._memory, _WORDS.size, self._front_beats)
+
+    def front_beats(self) -> int:
+        (beats,) = _FRONT_BEATS.unpack_from(self._memory, _WORDS.size)
+        return int(beats)

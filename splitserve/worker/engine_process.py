@@ -12,23 +12,27 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import structlog
 
 from kvtransfer import events
+from kvtransfer.agent import KVAgent
 from splitserve.service.errors import SplitserveError
 from splitserve.service.logging import configure_logging
 from splitserve.worker import messages
 from splitserve.worker.clock import StepClock
 from splitserve.worker.engine_setup import EngineContext, Publish, build_context, ready_report
 from splitserve.worker.link import EngineLink
+from splitserve.worker.watchdog import StandstillError, Watchdog, end_with_parent
 
 # How often an idle engine shows a sign of life and looks at deadlines.
 _IDLE_WAIT_S = 0.2
 # The engine shares its interpreter with the KV thread: the default of 5 ms would be added to a step now and then.
 _SWITCH_INTERVAL_S = 1e-4
+# An engine that is stuck in a step does not see that its front is gone: it gets this long to come out.
+_FRONT_GONE_GRACE_S = 5.0
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
@@ -61,6 +65,7 @@ def run_engine(make_engine: Callable[[EngineContext], RoleEngine], role: str) ->
     parser.add_argument("--link-fd", type=int, required=True)
     parser.add_argument("--clock-fd", type=int, required=True)
     arguments = parser.parse_args()
+    end_with_parent()
     configure_logging(f"{role}-engine")
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     link = EngineLink(socket.socket(fileno=arguments.link_fd))
@@ -80,7 +85,11 @@ def run_engine(make_engine: Callable[[EngineContext], RoleEngine], role: str) ->
         clock.beat()
         link.send(ready_report(context))
         context.runner.on_layer = clock.advance_step
-        EngineLoop(make_engine(context), context.publish, inbox, clock, context.clock).run()
+        watched = watchdogs(clock, context.agent, context.config.stall_timeout)
+        EngineLoop(make_engine(context), context.publish, inbox, clock, context.clock, watched).run()
+    except StandstillError as error:
+        log.error("the engine ends", reason=str(error))
+        os._exit(1)
     except OSError as error:
         log.error("the front is gone", error=str(error))
         return 1
@@ -93,10 +102,26 @@ def run_engine(make_engine: Callable[[EngineContext], RoleEngine], role: str) ->
     return 0
 
 
+def watchdogs(clock: StepClock, agent: KVAgent, limit_s: float) -> tuple[Watchdog, ...]:
+    """Over those that an engine cannot do without: nobody else would miss them."""
+    return (
+        Watchdog("the front", clock.front_beats, limit_s),
+        Watchdog("the KV thread", lambda: agent.num_turns, limit_s),
+    )
+
+
 def _read_commands(link: EngineLink, inbox: "queue.SimpleQueue[Item]") -> None:
-    while (command := link.receive()) is not None:
-        inbox.put(command)
+    """Until the front is gone or cannot be understood; then the process ends, one way or the other."""
+    try:
+        while (command := link.receive()) is not None:
+            inbox.put(command)
+    except Exception as error:
+        # A front that was killed with reports unread shows as a reset connection.
+        log.error("the front can be read no longer", error=f"{type(error).__name__}: {error}")
     inbox.put(None)
+    time.sleep(_FRONT_GONE_GRACE_S)
+    log.error("the engine ends", reason="the front is gone, and a step does not end")
+    os._exit(1)
 
 
 class EngineLoop:
@@ -109,8 +134,10 @@ class EngineLoop:
         inbox: "queue.SimpleQueue[Item]",
         clock: StepClock,
         now: Callable[[], float] = time.monotonic,
+        watchdogs: Sequence[Watchdog] = (),
     ) -> None:
-        """`now` is the clock of the engine's deadlines."""
+        """`now` is the clock of the engine's deadlines, and of what its watchdogs look at."""
+        self._watchdogs = watchdogs
         self._engine = engine
         self._now = now
         self._publish = publish
@@ -136,7 +163,10 @@ class EngineLoop:
                 return False
             self._is_checked = False
             self._dispatch(item)
-        self._engine.expire(self._now())
+        now = self._now()
+        for watchdog in self._watchdogs:
+            watchdog.look(now)
+        self._engine.expire(now)
         self._is_waiting = True
         if self._engine.has_work():
             self._clock.begin_step()

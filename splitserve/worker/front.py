@@ -200,11 +200,13 @@ class Front:
                     receiver.send(translate.to_worker_message(report))
 
     async def _watch(self, stop: StopRequest) -> None:
-        """Ends the worker when a step makes no progress for its limit, or an idle engine shows no sign of life."""
+        """Ends the worker when a step makes no progress for its limit, or an idle engine shows no sign of life. The
+        engine watches this loop by its beats."""
         limit = self._config.stall_timeout
         now = asyncio.get_running_loop().time
         judged_from, looked_at = 0.0, now()
         while True:
+            self._engine.clock.beat_front()
             if now() - looked_at > _WATCH_INTERVAL_S + _OWN_STANDSTILL_S:
                 # This process was stopped or swapped out, and the engine may have been with it.
                 judged_from = now() + limit

@@ -39,6 +39,10 @@ class ScriptedClock:
     def __init__(self, signs: Sequence[Signs]) -> None:
         self._signs = list(signs)
         self.num_reads = 0
+        self.num_front_beats = 0
+
+    def beat_front(self) -> None:
+        self.num_front_beats += 1
 
     def read(self) -> Signs:
         self.num_reads += 1
@@ -86,6 +90,7 @@ async def test_healthy_engine_is_ended(end: Signs) -> None:
     clock, process = ScriptedClock([*healthy, end]), FakeProcess()
     await watch(clock, process)
     assert clock.num_reads == len(healthy) + 1
+    assert clock.num_front_beats == clock.num_reads, "the engine has to see that the front watches"
 
 
 async def test_engine_that_is_gone_already_breaks_the_watchdog() -> None:
