@@ -12,7 +12,19 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "phi3", "granite", "olmo2", "starcoder2", "gpt_neox"]
+FAMILIES = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma2",
+    "phi3",
+    "granite",
+    "olmo2",
+    "starcoder2",
+    "gpt_neox",
+    "mixtral",
+]
 REFUSED = ["llama4_text", "bloom", "mamba"]
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -62,6 +74,7 @@ _SPECIFIC: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "starcoder2": {"sliding_window": 20, "use_bias": True},
     "gpt_neox": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20},
     "llama4_text": {"head_dim": 16, "num_local_experts": 2, "intermediate_size_mlp": 96, "attention_chunk_size": 32},
     "bloom": {"n_head": 4, "n_layer": 2},
     "mamba": {"state_size": 8, "expand": 2, "time_step_rank": 4},

@@ -114,6 +114,8 @@ def load_runner(
     with times.part("self-test"):
         result = _test(maker, model, known, progress)
         results.remember(result)
+    if result.inexact_reason:
+        progress(f"recomputation is not exact: {result.inexact_reason}")
     report = LoadReport(
         linear=backends.linear.name,
         linear_reason=backends.linear_reason,
@@ -159,9 +161,9 @@ def _test(
     selftest.require_equal_to_eager(runners[0], "the model itself")
     results = []
     for runner in runners:
-        is_exact = selftest.is_exact(runner) and selftest.linear_rows_are_exact(runner)
-        results.append(SelfTestResult(runner.result.min_rows, selftest.numerics(runner), is_exact))
-        if is_exact:
+        reason = selftest.why_inexact(runner)
+        results.append(SelfTestResult(runner.result.min_rows, selftest.numerics(runner), reason))
+        if not reason:
             return results[-1]
     return results[0]
 

@@ -4,6 +4,7 @@ Called by the loader. The caller gives a runner on a scratch pool; nothing here 
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from hashlib import sha256
 from typing import Any, cast
 
@@ -57,6 +58,22 @@ def numerics(runner: ModelRunner) -> str:
     return sha256(_alone(runner).numpy().tobytes()).hexdigest()
 
 
+def why_inexact(runner: ModelRunner) -> str:
+    """Why a token's K, V and logits may be other bits in other company or chunks; "" where they are the same.
+
+    ValueError where the linear back end shows no layers.
+    """
+    if found := _other_weights(runner):
+        return f"{found} cannot be tried with any number of rows, as linear layers are"
+    if runner.result.min_rows > 1 and (found := _routed_layer(runner)):
+        return f"{found} gets some rows of a forward only, perhaps fewer than {runner.result.min_rows}"
+    if not is_exact(runner):
+        return "the logits after the fixed ids differ with their company or chunks"
+    if not linear_rows_are_exact(runner):
+        return "linear layers round differently with the number of rows"
+    return ""
+
+
 def is_exact(runner: ModelRunner) -> bool:
     """Whether the fixed ids give the same bits alone, in two chunks and a decode step, and both in a batch."""
     count = min(NUM_TOKENS, runner.max_model_len)
@@ -97,6 +114,39 @@ def linear_rows_are_exact(runner: ModelRunner) -> bool:
         if not all(torch.equal(layer(rows[-count:]), expected[-count:]) for count in counts):
             return False
     return True
+
+
+def _other_weights(runner: ModelRunner) -> str:
+    """The name of a module with matrices that are neither a linear layer's nor looked up row by row: experts have such,
+    and may get a single row of a large batch."""
+    known = set(runner.linear.layers(runner.model))
+    for name, module in runner.model.named_modules():
+        has_matrices = any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
+        if has_matrices and module not in known and not isinstance(module, nn.Embedding):
+            return str(name)
+    return ""
+
+
+def _routed_layer(runner: ModelRunner) -> str:
+    """The name of a linear layer that computes neither all rows of a forward nor those of its logits."""
+    layers, routed = set(runner.linear.layers(runner.model)), []
+    usual = {min(NUM_TOKENS, runner.max_model_len), runner.result.min_rows}
+
+    def look(name: str, layer: nn.Module, arguments: tuple[torch.Tensor]) -> None:
+        if arguments[0].shape[:-1].numel() not in usual:
+            routed.append(name)
+
+    hooks = [
+        module.register_forward_pre_hook(partial(look, name))
+        for name, module in runner.model.named_modules()
+        if module in layers
+    ]
+    try:
+        _alone(runner)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return routed[0] if routed else ""
 
 
 def _alone(runner: ModelRunner) -> torch.Tensor:

@@ -24,18 +24,21 @@ _SETTINGS = ("ATEN_", "CUBLAS_", "DNNL_", "KMP_", "MKL_", "NUMBA_", "NVIDIA_", "
 
 @dataclass(frozen=True)
 class SelfTestResult:
-    """`numerics` names how this process rounds (a hash of fixed logits), `recompute_exact` says whether a token's K, V
-    and logits are the same bits alone, in a batch and in any chunk, as long as no forward has fewer rows than
-    `min_rows`."""
+    """`numerics` names how this process rounds: a hash of fixed logits. `inexact_reason` says why a token's K, V and
+    logits may be other bits alone, in a batch and in chunks; it is empty where they are the same as long as no forward
+    has fewer rows than `min_rows`."""
 
     min_rows: int
     numerics: str
-    recompute_exact: bool
+    inexact_reason: str
 
     @classmethod
     def untested(cls, min_rows: int) -> "SelfTestResult":
-        """Promises nothing."""
-        return cls(min_rows, numerics="", recompute_exact=False)
+        return cls(min_rows, numerics="", inexact_reason="not tested")
+
+    @property
+    def recompute_exact(self) -> bool:
+        return not self.inexact_reason
 
 
 def result_name(directory: Path, device: str, **choices: object) -> str:

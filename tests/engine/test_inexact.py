@@ -45,7 +45,12 @@ class _OddBackend(PlainBackend):
                 layer.differs = self._differs
 
 
-def _load(directory: Path, linear: LinearBackend, dtype: str = "float32") -> ModelRunner:
+def _load(
+    directory: Path,
+    linear: LinearBackend | None,
+    dtype: str = "float32",
+    progress: Callable[[str], None] | None = None,
+) -> ModelRunner:
     return load_runner(
         directory,
         dtype=dtype,
@@ -53,6 +58,7 @@ def _load(directory: Path, linear: LinearBackend, dtype: str = "float32") -> Mod
         block_size=16,
         kv_cache_bytes=1 << 20,
         linear=linear,
+        progress=progress,
         kernel_folder=KERNEL_FOLDER,
     )
 
@@ -108,6 +114,41 @@ def test_plain_layers_run_on_too_few_rows(dtype: str, tiny_model: TinyModel) -> 
         _require_equal_rows(runner)
     fewest = max((count for count in range(1, 16) if not _is_exact_with(runner, count)), default=0)
     assert runner.result.min_rows > fewest or not runner.recompute_exact
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_are_called_exact(dtype: str, tiny_model: TinyModel) -> None:
+    """They compute as many rows as the gate sends them, from weights that are no linear layer's."""
+    said: list[str] = []
+    runner = _load(tiny_model("mixtral"), None, dtype, said.append)
+    assert not runner.recompute_exact
+    reason = "model.layers.0.mlp.gate cannot be tried with any number of rows, as linear layers are"
+    assert runner.result.inexact_reason == reason
+    assert f"recomputation is not exact: {reason}" in said
+
+
+def test_linear_layers_of_experts_are_called_exact(tiny_model: TinyModel) -> None:
+    """Where a layer needs company, filling up a forward does not help one that gets few of its rows."""
+
+    class Sparse(nn.Module):
+        def __init__(self, expert: nn.Module) -> None:
+            super().__init__()
+            self.expert = expert
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            result = torch.zeros_like(rows)
+            result[:, ::9] = self.expert(rows[:, ::9])
+            return result
+
+    runner = _load(tiny_model("llama"), _OddBackend(lambda rows: rows < 2))
+    assert runner.recompute_exact
+    layer = runner.model.model.layers[1]
+    layer.mlp = Sparse(layer.mlp)
+    assert selftest.why_inexact(runner) == (
+        "model.layers.1.mlp.expert.gate_proj gets some rows of a forward only, perhaps fewer than 2"
+    )
+    runner.result = replace(runner.result, min_rows=1)
+    assert "gets some rows" not in selftest.why_inexact(runner)
 
 
 def _is_exact_with(runner: ModelRunner, count: int) -> bool:

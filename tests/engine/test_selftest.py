@@ -92,7 +92,7 @@ def test_unreadable_result_stops_the_start(tests: _Tests, tiny_model: TinyModel,
     tests.load(tiny_model("llama"))
     tests.results()[0].write_text(content, encoding="latin-1")
     assert tests.load(tiny_model("llama"))[1] == 2
-    assert json.loads(tests.results()[0].read_text())["recompute_exact"] is True
+    assert json.loads(tests.results()[0].read_text())["inexact_reason"] == ""
 
 
 def test_folder_that_cannot_be_written_stops_the_start(tests: _Tests, tiny_model: TinyModel) -> None:
@@ -126,5 +126,5 @@ def test_result_outlives_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_result_without_a_folder_is_kept() -> None:
     nowhere = ResultFolder(None, "name")
-    nowhere.remember(SelfTestResult(2, "abc", True))
+    nowhere.remember(SelfTestResult(2, "abc", ""))
     assert nowhere.recall() is None
