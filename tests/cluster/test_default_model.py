@@ -2,12 +2,8 @@
 
 import json
 import os
-import signal
-import socket
 import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,52 +14,24 @@ from splitserve import Client
 from splitserve.models.locate import locate_model
 from splitserve.models.tokenizer import Tokenizer
 from tests.cluster.harness import wait_for
+from tests.cluster.up import COMMAND, Up
+from tests.cluster.up import up as start_up
 from tests.reference import greedy
 
 pytestmark = pytest.mark.cluster
 
-COMMAND = (sys.executable, "-P", "-m", "splitserve")
 QUESTION = "Write a short introduction about the US capital city."
 
 
-@dataclass
-class Up:
-    process: "subprocess.Popen[str]"
-    target: str
-    url: str
-    directory: Path
-
-
-def free_ports(count: int) -> list[int]:
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(listener.getsockname()[1]) for listener in held]
-    for listener in held:
-        listener.close()
-    return ports
+@pytest.fixture(scope="module")
+def directory() -> Path:
+    return locate_model(None).directory
 
 
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    directory = locate_model(None).directory
-    grpc_port, http_port, internal_port = free_ports(3)
-    ports = [f"--grpc-port={grpc_port}", f"--http-port={http_port}", f"--internal-port={internal_port}"]
-    log = tmp_path_factory.mktemp("up") / "log"
-    with log.open("w") as file:
-        process = subprocess.Popen([*COMMAND, "up", "--dtype", "float32", *ports], stderr=file, stdout=file, text=True)
-    url = f"http://127.0.0.1:{http_port}"
-
-    def is_ready() -> bool:
-        assert process.poll() is None, log.read_text()[-3000:]
-        try:
-            return httpx.get(f"{url}/health/ready", timeout=5).status_code == 200
-        except httpx.TransportError:
-            return False
-
-    wait_for("the cluster to be ready", is_ready)
-    yield Up(process, f"127.0.0.1:{grpc_port}", url, directory)
-    process.send_signal(signal.SIGINT)
-    status = process.wait(15)
-    assert status == 0, log.read_text()[-3000:]
+    with start_up(tmp_path_factory.mktemp("up") / "log", "--dtype", "float32") as cluster:
+        yield cluster
 
 
 def run(up: Up, *args: str, stdin: str = "") -> "subprocess.CompletedProcess[str]":
@@ -75,14 +43,14 @@ def cluster(up: Up) -> Any:
     return httpx.get(f"{up.url}/cluster", timeout=5).json()
 
 
-def test_answer_does_not_come_over_two_processes(up: Up) -> None:
+def test_answer_does_not_come_over_two_processes(up: Up, directory: Path) -> None:
     """The text is the model's own, and its blocks crossed from one process to the other."""
     before = sum(worker["kv_bytes_received"] for worker in cluster(up)["workers"])
     done = run(up, "generate", QUESTION, "--temperature", "0", "--max-tokens", "24")
     assert done.returncode == 0, done.stderr
-    tokenizer = Tokenizer.load(up.directory)
+    tokenizer = Tokenizer.load(directory)
     prompt = tokenizer.encode_chat([{"role": "user", "content": QUESTION}])
-    expected = greedy(up.directory, prompt, 24, ignore_eos=False)
+    expected = greedy(directory, prompt, 24, ignore_eos=False)
     assert done.stdout == tokenizer.decode(expected) + "\n"
     blocks = -(-len(prompt) // 16)
     received = wait_for("the blocks", lambda: sum(w["kv_bytes_received"] for w in cluster(up)["workers"]) - before)
@@ -92,15 +60,15 @@ def test_answer_does_not_come_over_two_processes(up: Up) -> None:
     assert decode["kv_bytes_sent"] == prefill["kv_bytes_received"] == 0
 
 
-def test_text_differs_from_one_process(up: Up) -> None:
+def test_text_differs_from_one_process(up: Up, directory: Path) -> None:
     """Prompts of less than a block, of whole blocks, and of several chunks."""
-    tokenizer = Tokenizer.load(up.directory)
+    tokenizer = Tokenizer.load(directory)
     text = "In 1790 the site of the new capital was chosen on the Potomac, 38°53′ north; " * 40
     ids = tokenizer.encode(text)
     with Client(up.target) as client:
         for length in (1, 15, 16, 17, 32, 600):
             answer = client.generate(ids[:length], max_tokens=12, temperature=0.0, ignore_eos=True)
-            assert list(answer.token_ids) == greedy(up.directory, ids[:length], 12), f"prompt of {length} tokens"
+            assert list(answer.token_ids) == greedy(directory, ids[:length], 12), f"prompt of {length} tokens"
 
 
 def test_chat_and_status_say_nothing(up: Up) -> None:

@@ -1,0 +1,47 @@
+"""What a first start has found out, a second one does not find out again."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from splitserve.models.cache import cache_root
+from tests.cluster.harness import wait_for
+from tests.cluster.up import up
+
+pytestmark = pytest.mark.cluster
+
+# Words of the engine's progress for what takes a start longest.
+TESTING = ("checking that llama runs on paged attention", "comparing with transformers' own attention")
+COMPILING = ("compiling", "compiled kernels cannot be read")
+
+
+def test_second_start_compiles_or_repeats_the_self_test(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """And each start says what its parts took. Compiled kernels are the tests' own, so the first start may have them;
+    self-tests it has none."""
+    (tmp_path / "cache").mkdir()
+    (cache_root() / "kernels").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "cache" / "kernels").symlink_to(cache_root() / "kernels")
+    flags = ("--model", str(tiny("llama")), "--kv-cache-memory", "4MiB")
+
+    def start(name: str) -> tuple[str, dict[str, set[str]]]:
+        """What it says, and for each worker the parts of its start."""
+        with up(tmp_path / name, *flags, env={"SPLITSERVE_CACHE": str(tmp_path / "cache")}) as cluster:
+            wait_for("the last word of the start", lambda: "Ctrl-C here ends it" in cluster.log.read_text())
+        text = cluster.log.read_text()
+        lines = re.findall(r"^splitserve +\| (\S+) started in [\d.]+ s: ([^;]+);", text, re.MULTILINE)
+        return text, {worker: {part.rsplit(" ", 1)[0] for part in parts.split(", ")} for worker, parts in lines}
+
+    first, parts = start("first")
+    for words in TESTING:
+        assert first.count(words) == 2, first
+    assert parts.keys() == {"prefill-0", "decode-0"}
+    assert all(told >= {"front", "imports", "kernels", "self-test"} for told in parts.values()), parts
+
+    second, parts = start("second")
+    for words in (*TESTING, *COMPILING):
+        assert words not in second, second
+    assert second.count("comparing with an earlier self-test") == 2
+    assert parts.keys() == {"prefill-0", "decode-0"}
+    assert all(told >= {"front", "imports", "kernels"} for told in parts.values()), parts
