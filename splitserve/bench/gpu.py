@@ -72,9 +72,12 @@ class GpuSettings:
 
 @dataclass(frozen=True)
 class GpuResult:
+    """`seconds`: how long all of it took."""
+
     tokens: Sequence[TokensRow]
     steps: Sequence[EngineRow]
     report: Report
+    seconds: float
 
     @property
     def is_exact(self) -> bool:
@@ -96,13 +99,10 @@ def run_gpu_bench(settings: GpuSettings, say: Say) -> GpuResult:
         token_rows = _compare(description, plan, outputs, device)
         say("measuring steps")
         step_rows = _measure_steps(description, plan, device, settings.is_quick, say)
-    args = asdict(settings) | {
-        "model": description.name,
-        "workers": workers,
-        "seconds": round(time.monotonic() - began, 1),
-    }
+    seconds = round(time.monotonic() - began, 1)
+    args = asdict(settings) | {"model": description.name, "workers": workers, "seconds": seconds}
     rows = [asdict(row) for row in token_rows] + [asdict(row) for row in step_rows]
-    return GpuResult(token_rows, step_rows, make_report("gpu", args, rows, device=device))
+    return GpuResult(token_rows, step_rows, make_report("gpu", args, rows, device=device), seconds)
 
 
 def _describe(settings: GpuSettings, folder: Path, device: torch.device, say: Say) -> ModelDescription:

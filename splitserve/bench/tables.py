@@ -38,13 +38,14 @@ def _parts(rows: Sequence[EngineRow]) -> Table:
 def gpu_tables(tokens: Sequence[TokensRow], steps: Sequence[EngineRow]) -> list[Table]:
     """Prompts and whether their outputs are transformers', then the steps."""
     table = _table("greedy tokens of the cluster and of transformers, float32")
-    for heading in ("case", "output tokens", "equal", "first difference", "margin"):
+    for heading in ("case", "output tokens", "ties", "equal", "first difference", "margin"):
         _column(table, heading)
     for row in tokens:
         position = "" if row.first_difference is None else str(row.first_difference)
         margin = "" if row.margin is None else f"{row.margin:.2g}"
         equal = "yes" if row.is_equal else "NO"
-        table.add_row(f"prompt of {row.prompt_tokens}", str(row.output_tokens), equal, position, margin)
+        counts = (str(row.output_tokens), str(row.ties))
+        table.add_row(f"prompt of {row.prompt_tokens}", *counts, equal, position, margin)
     speed = _table("steps of the engine, the least of all rounds")
     for heading in ("case", "step ms", "median", "tokens/s", "TFLOP/s", "floor ms", "ratio"):
         _column(speed, heading)

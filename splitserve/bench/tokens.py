@@ -1,4 +1,4 @@
-"""Are a cluster's tokens those of one process? Greedy, position by position, against transformers' own `generate`.
+"""Are a cluster's tokens those of one process? Greedy, position by position, against transformers' own forward.
 
 Called by the GPU's benchmark; pure but for the two models that it asks.
 """
@@ -16,21 +16,26 @@ from splitserve.engine.transformers_api import AutoModelForCausalLM
 
 _REQUEST_S = 120.0
 
+# Of the standard deviation of a position's logits: what two exact computations in float32 may differ by.
+_TIE = 1e-3
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokensRow:
     """One prompt. Positions count output tokens from 0.
 
-    Where the outputs part, `margin` is how far the reference preferred its own token, in logits: near nothing for two
-    that are equally likely, which may go either way, and large where something is wrong.
+    At `ties` positions the reference's two likeliest tokens are as good as equal: rounding decides, and either is
+    right. At `first_difference`, if there is one, the output has a token that is neither the likeliest nor tied with
+    it; there the reference preferred its own by `margin`, in logits.
     """
 
     kind: str
     prompt_tokens: int
     output_tokens: int
-    is_equal: bool
+    ties: int
     first_difference: int | None
     margin: float | None
+    is_equal: bool
 
 
 def random_prompts(lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
@@ -61,30 +66,22 @@ class Reference:
 
     @torch.inference_mode()
     def compare(self, prompt: Sequence[int], output: Sequence[int]) -> TokensRow:
-        """Generates as many tokens as `output` has, and finds the first that differs."""
-        ids = torch.tensor([list(prompt)], device=self._device)
-        generated = self._model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=len(output),
-            eos_token_id=None,
-            pad_token_id=0,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        expected = generated.sequences[0, len(prompt) :].tolist()
-        differing = [position for position, pair in enumerate(zip(expected, output, strict=True)) if pair[0] != pair[1]]
-        first = differing[0] if differing else None
-        margin = None
-        if first is not None:
-            logits = generated.logits[first][0]
-            margin = float(logits[expected[first]] - logits[output[first]])
+        """Looks at each token of `output`, given those before it: a tie that went the other way hides nothing behind
+        it."""
+        ids = torch.tensor([[*prompt, *output]], device=self._device)
+        answer = self._model(input_ids=ids, use_cache=False, logits_to_keep=len(output) + 1)
+        logits = answer.logits[0, :-1].float().cpu()
+        likeliest = logits.topk(2).values
+        tie = _TIE * logits.std(-1)
+        behind = likeliest[:, 0] - logits.gather(1, torch.tensor([output]).T)[:, 0]
+        wrong = (~(behind <= tie)).nonzero()[:, 0].tolist()  # not a number is wrong, too
+        first = wrong[0] if wrong else None
         return TokensRow(
             kind="tokens",
             prompt_tokens=len(prompt),
             output_tokens=len(output),
-            is_equal=first is None,
+            ties=int((likeliest[:, 0] - likeliest[:, 1] <= tie).sum()),
             first_difference=first,
-            margin=margin,
+            margin=None if first is None else float(behind[first]),
+            is_equal=first is None,
         )

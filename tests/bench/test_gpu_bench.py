@@ -17,7 +17,7 @@ from splitserve.cli.main import make_app
 from splitserve.models.locate import locate_model
 from splitserve.models.tokenizer import Tokenizer
 from splitserve.service.errors import Internal, InvalidRequest, Unavailable
-from tests.reference import greedy
+from tests.reference import greedy, logits
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -43,9 +43,30 @@ def test_dry_run_finds_other_tokens_or_measures_nothing(tmp_path: Path, capfd: p
     tokens = [row for row in report["rows"] if row["kind"] == "tokens"]
     assert [row["prompt_tokens"] for row in tokens] == [1, 17, 100]
     assert all(row["is_equal"] and row["output_tokens"] == 12 for row in tokens)
+    assert report["args"]["seconds"] > 1
     assert [row["case"] for row in report["rows"][3:]] == ["decode 1x32", "decode 8x32", "prefill 64"]
     assert all(row["gflop_s"] > 0 for row in report["rows"][3:])
-    assert "prompt of 100" in capfd.readouterr().out
+    shown = capfd.readouterr().out
+    assert "prompt of 100" in shown
+    assert f"all of it took {report['args']['seconds']:.0f} s" in shown
+
+
+@pytest.mark.cluster
+def test_full_plan_cannot_be_carried_out(tmp_path: Path) -> None:
+    """What a GPU is tried with, on a tiny model: flags, prompts and cases."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    write_random_model(directory, dataclasses.replace(TINY, max_model_len=2048), CPU)
+    output = tmp_path / "gpu.json"
+    assert make_app()(["bench", "gpu", "--device", "cpu", "--model", str(directory), "--output", str(output)]) == 0
+    report = json.loads(output.read_text())
+    tokens, steps = report["rows"][:7], report["rows"][7:]
+    assert [row["prompt_tokens"] for row in tokens] == [1, 15, 16, 17, 100, 700, 1500]
+    assert all(row["output_tokens"] == 48 and row["ties"] < 5 for row in tokens)
+    assert [row["case"] for row in steps] == ["decode 1x1024", "decode 8x1024", "decode 32x1024", "prefill 2048"]
+    sent = next(worker["kv_bytes_sent"] for worker in report["args"]["workers"] if worker["role"] == "prefill")
+    num_blocks = sum(-(-row["prompt_tokens"] // 16) for row in tokens)
+    assert sent == num_blocks * 16 * TINY.num_layers * 2 * TINY.num_kv_heads * 16 * 4  # heads of 16, float32
 
 
 @pytest.mark.parametrize("is_equal", [True, False])
@@ -54,12 +75,13 @@ def test_wrong_token_ends_in_success(monkeypatch: pytest.MonkeyPatch, is_equal: 
         kind="tokens",
         prompt_tokens=5,
         output_tokens=9,
-        is_equal=is_equal,
+        ties=2,
         first_difference=None if is_equal else 3,
         margin=None if is_equal else 0.5,
+        is_equal=is_equal,
     )
     machine = {"cpu": "a processor", "cores": 1, "flags": [], "torch": "2", "threads": 1, "load_average": 0.0}
-    result = gpu.GpuResult([row], [], Report("gpu", "0", "now", machine, {}, []))
+    result = gpu.GpuResult([row], [], Report("gpu", "0", "now", machine, {}, []), 1.0)
     monkeypatch.setattr(gpu, "run_gpu_bench", lambda settings, say: result)
     assert make_app()(["bench", "gpu", "--device", "cpu"]) == (0 if is_equal else 1)
 
@@ -69,13 +91,30 @@ def test_first_difference_is_elsewhere(tiny: Path) -> None:
     (prompt,) = random_prompts([20], TINY.vocab_size)
     expected = greedy(tiny, prompt, 8)
     assert reference.compare(prompt, expected) == TokensRow(
-        kind="tokens", prompt_tokens=20, output_tokens=8, is_equal=True, first_difference=None, margin=None
+        kind="tokens", prompt_tokens=20, output_tokens=8, ties=0, first_difference=None, margin=None, is_equal=True
     )
     wrong = [*expected[:5], (expected[5] + 1) % TINY.vocab_size, expected[6], 0]
     row = reference.compare(prompt, wrong)
     assert (row.is_equal, row.first_difference) == (False, 5)
-    assert row.margin is not None
-    assert row.margin > 0
+    expected_margin = logits(tiny, prompt + expected[:5])[-1]
+    assert row.margin == pytest.approx(float(expected_margin[expected[5]] - expected_margin[wrong[5]]), abs=1e-4)
+
+
+@pytest.mark.parametrize(("factor", "is_tie"), [(1.0, True), (1 + 1e-6, True), (0.9, False)])
+def test_tie_is_called_a_difference(tiny: Path, factor: float, is_tie: bool) -> None:
+    """A token with the same row of the head, or nearly the same, in place of the likeliest; and what follows it."""
+    reference = Reference(tiny, CPU)
+    (prompt,) = random_prompts([20], TINY.vocab_size)
+    expected = greedy(tiny, prompt, 6)
+    twin = next(token for token in range(TINY.vocab_size) if token not in expected)
+    head = reference._model.lm_head.weight
+    with torch.no_grad():
+        head[twin] = head[expected[5]] * factor
+    row = reference.compare(prompt, [*expected[:5], twin])
+    assert (row.is_equal, row.first_difference) == ((True, None) if is_tie else (False, 5))
+    # The twins are tied wherever one of them is the likeliest.
+    assert row.ties == (expected.count(expected[5]) if is_tie else 0)
+    assert not reference.compare(prompt, [*expected[:4], twin, expected[5]]).is_equal
 
 
 def test_random_model_says_the_same_whatever_it_is_asked(tiny: Path) -> None:
@@ -155,10 +194,10 @@ def test_gpu_tables_hide_a_difference(capsys: pytest.CaptureFixture[str]) -> Non
     from rich.console import Console
 
     row = TokensRow(
-        kind="tokens", prompt_tokens=5, output_tokens=9, is_equal=False, first_difference=3, margin=0.000123
+        kind="tokens", prompt_tokens=5, output_tokens=9, ties=2, first_difference=3, margin=0.000123, is_equal=False
     )
     same = dataclasses.replace(row, prompt_tokens=6, is_equal=True, first_difference=None, margin=None)
     Console(width=80).print(tables.gpu_tables([row, same], [])[0])
     lines = capsys.readouterr().out.splitlines()
-    assert any(line.split() == ["prompt", "of", "5", "9", "NO", "3", "0.00012"] for line in lines)
-    assert any(line.split() == ["prompt", "of", "6", "9", "yes"] for line in lines)
+    assert any(line.split() == ["prompt", "of", "5", "9", "2", "NO", "3", "0.00012"] for line in lines)
+    assert any(line.split() == ["prompt", "of", "6", "9", "2", "yes"] for line in lines)
