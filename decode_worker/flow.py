@@ -2,17 +2,18 @@
 
 Runs on the engine thread and owns reservations, sequences and the allocator. While a transfer is open its blocks belong
 to the KV thread: this side neither reads nor frees them, and takes them back only with the transfer's terminal event.
+A reservation outlives a transfer that fails: it is kept for a while, and the router may ask for another ticket.
 What the prefix cache holds already is pinned instead and not sent. Blocks enter the cache when their transfer has been
 verified, or when decoding has filled them.
 """
 
-import uuid
 from collections import defaultdict
 
 import msgspec
 import structlog
+from msgspec.structs import replace
 
-from decode_worker.hand_off import first_tokens, split
+from decode_worker.hand_off import first_tokens, renewal_problem, split
 from decode_worker.reservations import Reservations
 from decode_worker.running import Running
 from decode_worker.scheduler import StepPlan, admit, plan_step
@@ -29,6 +30,9 @@ from splitserve.worker.sampling import Draw, draw_tokens, sampling_params, start
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
+# Why a transfer fails for which another prefill worker would be no help.
+_OUR_OWN_FAULT = frozenset({events.FailureReason.INVALID, events.FailureReason.SHUTDOWN})
+
 
 class DecodeEngine(EngineBase):
     """What the decode worker adds to the engine loop."""
@@ -37,7 +41,7 @@ class DecodeEngine(EngineBase):
         super().__init__(context)
         # A sequence that alone fills the pool ends by length instead of waiting for blocks that cannot come.
         self._max_len = min(context.max_model_len, context.runner.pool.num_blocks * self._layout.block_size)
-        self._reservations = Reservations(context.agent, self._layout, context.worker_id)
+        self._reservations = Reservations(context, self._allocator)
         self._running = Running(self._allocator, self._layout.block_size)
 
     # Commands and events
@@ -46,6 +50,8 @@ class DecodeEngine(EngineBase):
         match item:
             case messages.Reserve():
                 self._reserve(item)
+            case messages.Renew():
+                self._renew(item)
             case messages.Release(attempt=attempt):
                 self._release(attempt, "released by the router")
             case messages.EndSession(session=session):
@@ -55,22 +61,25 @@ class DecodeEngine(EngineBase):
                 pass  # A sink dials nobody: sources come to its endpoint.
             case events.TransferComplete():
                 self._join(item)
-            case events.TransferFailed(transfer_id=transfer_id, reason=reason, detail=detail):
-                self._transfer_failed(transfer_id, f"{reason.value.lower()}: {detail}")
+            case events.TransferFailed():
+                self._transfer_failed(item)
             case _:
                 log.warning("unexpected message", type=type(item).__name__)
 
     def _reserve(self, command: messages.Reserve) -> None:
         if command.attempt in self._reservations or self._running.of_attempt(command.attempt):
+            self._ignore(command)
             return
         if refusal := self._refusal(command.start):
             self._refuse(command, refusal)
             return
-        reservation = self._take_room(command)
-        ticket = self._reservations.open(reservation, command.timeout_s)
+        self._open(self._take_room(command), command.timeout_s)
+
+    def _open(self, reservation: Reservation, timeout_s: float) -> None:
+        ticket = self._reservations.open(reservation, timeout_s)
         # Before the answer, so that a router never sees the answer without the room that it took.
         self.report_load()
-        self._publish(messages.Reserved(session=command.session, attempt=command.attempt, ticket=ticket))
+        self._publish(messages.Reserved(session=reservation.session, attempt=reservation.attempt, ticket=ticket))
 
     def _refusal(self, start: messages.Start) -> Refusal | None:
         return start_problem(start, self._runner.vocab_size) or admit(
@@ -94,16 +103,14 @@ class DecodeEngine(EngineBase):
         return Reservation(
             attempt=command.attempt,
             session=command.session,
-            transfer_id=uuid.uuid4().hex,
+            start=start,
             params=sampling_params(start.limits),
-            samples=start.samples,
-            num_prompt=len(start.prompt_ids),
             token_ids=token_ids,
             keys=keys,
             num_cached_blocks=len(cached),
             full_blocks=blocks[:num_full],
             own_blocks=blocks[num_full:],
-            deadline=self._context.clock() + command.timeout_s,
+            keep_s=command.keep_s,
             traceparent=command.traceparent,
         )
 
@@ -111,10 +118,11 @@ class DecodeEngine(EngineBase):
 
     def _join(self, event: events.TransferComplete) -> None:
         """Every block is here and verified: the samples take part from the next step on."""
-        reservation = self._reservations.take_back(event.transfer_id)
+        reservation = self._reservations.of_transfer(event.transfer_id)
         if reservation is None:
             log.warning("a transfer completed that nobody waits for", transfer=event.transfer_id)
             return
+        self._reservations.remove(reservation)
         self._allocator.adopt(reservation.reserved_blocks)
         try:
             tokens = first_tokens(reservation, event, self._runner.vocab_size)
@@ -129,14 +137,62 @@ class DecodeEngine(EngineBase):
             return
         sequences = split(reservation, self._runner.pool, self._allocator)
         self._running.add(sequences)
+        if reservation.phase is Phase.RENEWING:
+            self._publish(messages.AlreadyRunning(reservation.session, reservation.attempt))
         self._take_tokens(list(zip(sequences, tokens, strict=True)))
 
-    def _transfer_failed(self, transfer_id: str, detail: str) -> None:
-        reservation = self._reservations.take_back(transfer_id)
-        if reservation is not None:
-            self._allocator.cancel_reservation(reservation.reserved_blocks)
-            self._allocator.release(reservation.pinned_blocks)
+    def _transfer_failed(self, event: events.TransferFailed) -> None:
+        """The blocks are the engine's again: they go back, wait for another transfer, or go into it at once."""
+        reservation = self._reservations.of_transfer(event.transfer_id)
+        if reservation is None:
+            return
+        detail = f"{event.reason.value.lower()}: {event.detail}"
+        is_wanted = reservation.phase is not Phase.CLOSING and event.reason not in _OUR_OWN_FAULT
+        if is_wanted and reservation.renewal is not None:
+            self._reopen(reservation, reservation.renewal)
+        elif is_wanted and reservation.keep_s > 0:
+            self._reservations.park(reservation)
+            self._publish_loss(reservation, detail)
+        else:
+            self._reservations.free(reservation)
             self._report_end(reservation, Reason.TRANSFER_FAILED, detail)
+
+    def _publish_loss(self, reservation: Reservation, detail: str) -> None:
+        attempt, transfer_id = reservation.attempt, reservation.transfer_id
+        log.warning("transfer lost", attempt=attempt, detail=detail, traceparent=reservation.traceparent)
+        self._publish(messages.TransferLost(reservation.session, attempt, transfer_id, Reason.TRANSFER_FAILED, detail))
+
+    # Another ticket
+
+    def _renew(self, command: messages.Renew) -> None:
+        if self._running.of_attempt(command.attempt):
+            self._publish(messages.AlreadyRunning(command.session, command.attempt))
+            return
+        reservation = self._reservations.get(command.attempt)
+        if reservation is None:
+            self._refuse(command, Refusal(Reason.NO_ROOM, "the reservation is gone"))
+        elif command.transfer_id != reservation.transfer_id or reservation.phase is Phase.RENEWING:
+            self._ignore(command)
+        elif reservation.phase is Phase.PARKED:
+            self._reopen(reservation, command)
+        else:
+            self._reservations.renew(reservation, command)
+
+    def _reopen(self, reservation: Reservation, command: messages.Renew) -> None:
+        """Its blocks are the engine's: takes in what the router has got since, and gives out another ticket for them.
+
+        What has come of the transfer before counts as not received. Where that cannot be, nothing is held any more, and
+        the router looks further.
+        """
+        start = replace(reservation.start, samples=command.samples)
+        problem = renewal_problem(reservation.start, start, self._runner.vocab_size)
+        if problem is None and not self._reservations.grow(reservation, start):
+            problem = "no block for the tokens that have come since"
+        if problem is not None:
+            self._reservations.free(reservation)
+            self._refuse(command, Refusal(Reason.NO_ROOM, problem))
+            return
+        self._open(reservation, command.timeout_s)
 
     # Endings
 
@@ -161,7 +217,8 @@ class DecodeEngine(EngineBase):
     def expire(self, now: float) -> None:
         """A reservation has a deadline; what runs is watched by the step clock and by the router."""
         for reservation in self._reservations.expired(now):
-            self._end(reservation, Reason.TIMEOUT, "the reservation's blocks did not arrive in time")
+            what = "no other ticket was asked for" if reservation.phase is Phase.PARKED else "its blocks did not arrive"
+            self._end(reservation, Reason.TIMEOUT, f"{what} in time")
 
     # Steps
 

@@ -1,4 +1,5 @@
-"""What a complete transfer becomes: first tokens that are what was asked for, and one sequence per sample.
+"""What a complete transfer becomes, first tokens that are what was asked for and one sequence per sample; and what
+another transfer of a reservation may begin with.
 
 Called by the flow, on the engine thread, once the blocks are the engine's.
 """
@@ -9,6 +10,7 @@ from splitserve.engine.allocator import BlockAllocator
 from splitserve.engine.pool import KVPool
 from splitserve.worker import messages
 from splitserve.worker.payload import decode_finish
+from splitserve.worker.sampling import start_problem
 
 
 def first_tokens(reservation: Reservation, event: events.TransferComplete, vocab_size: int) -> list[messages.Token]:
@@ -37,3 +39,15 @@ def split(reservation: Reservation, pool: KVPool, allocator: BlockAllocator) -> 
         if has_partial_block:
             pool.copy_block(first, own)
     return reservation.sequences()
+
+
+def renewal_problem(before: messages.Start, after: messages.Start, vocab_size: int) -> str | None:
+    """Why a reservation made for `before` cannot go on from `after`, if so."""
+    if refusal := start_problem(after, vocab_size):
+        return refusal.message
+    if len(after.samples) != len(before.samples):
+        return "another number of samples"
+    for old, new in zip(before.samples, after.samples, strict=True):
+        if new.index != old.index or new.output_ids[: len(old.output_ids)] != old.output_ids:
+            return f"sample {new.index} does not continue sample {old.index}"
+    return None

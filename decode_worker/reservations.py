@@ -1,24 +1,29 @@
-"""The attempts whose blocks are on their way to this worker, from `Reserve` to the terminal event of their transfer.
+"""The attempts whose blocks are on their way to this worker, from `Reserve` until they have arrived or are given up.
 
 Called by the flow, on the engine thread. While a transfer is open its blocks belong to the KV thread: nobody here reads
-or frees them, and they are taken back only with the terminal event.
+or frees them, and they are taken back only with the terminal event. A transfer that fails may be followed by another
+one for the same reservation.
 """
+
+import uuid
 
 from decode_worker.scheduler import ReservationView
 from decode_worker.state import Phase, Reservation
-from kvtransfer.agent import KVAgent
 from kvtransfer.ticket import Ticket
-from splitserve.engine.layout import KVLayout
+from splitserve.engine.allocator import BlockAllocator
+from splitserve.worker import messages
+from splitserve.worker.engine_setup import EngineContext
 
 
 class Reservations:
-    """Owns the reservations and their transfers, the oldest first; whose blocks are whose is the allocator's
-    knowledge."""
+    """Owns the reservations and their transfers, the oldest first, and frees what becomes of none."""
 
-    def __init__(self, agent: KVAgent, layout: KVLayout, worker_id: str) -> None:
-        self._agent = agent
-        self._layout = layout
-        self._worker_id = worker_id
+    def __init__(self, context: EngineContext, allocator: BlockAllocator) -> None:
+        self._agent = context.agent
+        self._layout = context.runner.layout
+        self._worker_id = context.worker_id
+        self._clock = context.clock
+        self._allocator = allocator
         self._by_attempt: dict[str, Reservation] = {}
 
     def __len__(self) -> int:
@@ -30,8 +35,23 @@ class Reservations:
     def __getitem__(self, attempt: str) -> Reservation:
         return self._by_attempt[attempt]
 
+    def get(self, attempt: str) -> Reservation | None:
+        """None also for one that is ending."""
+        reservation = self._by_attempt.get(attempt)
+        return None if reservation is None or reservation.phase is Phase.CLOSING else reservation
+
+    def of_transfer(self, transfer_id: str) -> Reservation | None:
+        """The one whose open transfer this is."""
+        reservations = (r for r in self._by_attempt.values() if r.phase is not Phase.PARKED)
+        return next((r for r in reservations if r.transfer_id == transfer_id), None)
+
+    # Transfers
+
     def open(self, reservation: Reservation, timeout_s: float) -> Ticket:
         """From here on the KV thread may write to the reserved blocks; the ticket lets a prefill worker send them."""
+        reservation.phase, reservation.renewal = Phase.RECEIVING, None
+        reservation.transfer_id = uuid.uuid4().hex
+        reservation.deadline = self._clock() + timeout_s
         self._by_attempt[reservation.attempt] = reservation
         num_blocks = self._layout.blocks_for(len(reservation.token_ids))
         self._agent.expect(
@@ -47,24 +67,56 @@ class Reservations:
             num_blocks=num_blocks,
         )
 
-    def close(self, attempt: str, reason: str) -> None:
-        """Ends the attempt's transfer, if it has one that is not ending yet; its blocks come back with the terminal
-        event."""
-        reservation = self._by_attempt.get(attempt)
-        if reservation is not None and reservation.phase is Phase.RECEIVING:
-            reservation.phase = Phase.CLOSING
-            self._agent.cancel(reservation.transfer_id, reason)
+    def park(self, reservation: Reservation) -> None:
+        """Its transfer has failed; the blocks wait for another one, but not for long."""
+        reservation.phase = Phase.PARKED
+        reservation.deadline = self._clock() + reservation.keep_s
 
-    def take_back(self, transfer_id: str) -> Reservation | None:
-        """The reservation whose transfer has ended, no longer one of these."""
-        found = next((r for r in self._by_attempt.values() if r.transfer_id == transfer_id), None)
-        return None if found is None else self._by_attempt.pop(found.attempt)
+    def renew(self, reservation: Reservation, command: messages.Renew) -> None:
+        """Ends the open transfer so that the command can be carried out with its terminal event."""
+        reservation.phase, reservation.renewal = Phase.RENEWING, command
+        self._agent.cancel(reservation.transfer_id, "another ticket takes its place")
+
+    def grow(self, reservation: Reservation, start: messages.Start) -> bool:
+        """Takes in the tokens that `start` has more; False, and no change, where blocks for them are lacking."""
+        num_blocks = len(start.token_ids) // self._layout.block_size + len(start.samples)
+        more = self._allocator.reserve(num_blocks - len(reservation.blocks))
+        if more is not None:
+            reservation.grow(start, more)
+        return more is not None
+
+    # Endings
+
+    def remove(self, reservation: Reservation) -> None:
+        """Its blocks are somebody else's business from now on."""
+        del self._by_attempt[reservation.attempt]
+
+    def free(self, reservation: Reservation) -> None:
+        """No transfer is open for it any more: its blocks go back."""
+        self.remove(reservation)
+        self._allocator.cancel_reservation(reservation.reserved_blocks)
+        self._allocator.release(reservation.pinned_blocks)
+
+    def close(self, attempt: str, reason: str) -> None:
+        """Ends the attempt's reservation, if it has one that is not ending yet; with a transfer open its blocks come
+        back with the terminal event."""
+        reservation = self.get(attempt)
+        if reservation is None:
+            return
+        if reservation.phase is Phase.PARKED:
+            self.free(reservation)
+            return
+        if reservation.phase is Phase.RECEIVING:
+            self._agent.cancel(reservation.transfer_id, reason)
+        reservation.phase = Phase.CLOSING
+
+    # Views
 
     def attempts_of(self, session: int) -> set[str]:
         return {r.attempt for r in self._by_attempt.values() if r.session == session}
 
     def expired(self, now: float) -> list[Reservation]:
-        return [r for r in self._receiving if now > r.deadline]
+        return [r for r in self._not_closing if now > r.deadline]
 
     @property
     def num_seqs(self) -> int:
@@ -73,7 +125,7 @@ class Reservations:
 
     def incomplete(self) -> list[ReservationView]:
         """Those that can be revoked."""
-        return [ReservationView(r.attempt, len(r.reserved_blocks)) for r in self._receiving]
+        return [ReservationView(r.attempt, len(r.reserved_blocks)) for r in self._not_closing]
 
     @property
     def num_returning(self) -> int:
@@ -82,5 +134,5 @@ class Reservations:
         return sum(len(reservation.reserved_blocks) for reservation in closing)
 
     @property
-    def _receiving(self) -> list[Reservation]:
-        return [r for r in self._by_attempt.values() if r.phase is Phase.RECEIVING]
+    def _not_closing(self) -> list[Reservation]:
+        return [r for r in self._by_attempt.values() if r.phase is not Phase.CLOSING]

@@ -10,7 +10,13 @@ from splitserve.worker import messages
 
 
 class Phase(enum.Enum):
+    """Of a reservation. In all but one a transfer is open, and the reserved blocks are the KV thread's."""
+
     RECEIVING = enum.auto()
+    PARKED = enum.auto()
+    "The transfer has failed: the blocks are the engine's, and kept for another one."
+    RENEWING = enum.auto()
+    "The transfer is being cancelled; with its terminal event another one is opened."
     CLOSING = enum.auto()
     "The transfer is being cancelled; its blocks come back with the terminal event."
 
@@ -41,7 +47,8 @@ class Sequence:
 
 @dataclass(slots=True)
 class Reservation:
-    """Room for an attempt. Its reserved blocks are the KV thread's until the transfer's terminal event.
+    """Room for an attempt, which may outlive its transfer: for `keep_s` another one can take the place of one that
+    failed. While one is open, until its terminal event, the reserved blocks are the KV thread's.
 
     `full_blocks` hold whole blocks of `token_ids`, which all samples will share; the first `num_cached_blocks` of them
     came from the prefix cache and are pinned, the others are reserved. `own_blocks` has one block per sample, for the
@@ -50,18 +57,24 @@ class Reservation:
 
     attempt: str
     session: int
-    transfer_id: str
+    start: messages.Start
     params: SamplingParams
-    samples: list[messages.Sample]
-    num_prompt: int
     token_ids: list[int]
     keys: KeyChain
     num_cached_blocks: int
     full_blocks: list[int]
     own_blocks: list[int]
-    deadline: float
+    keep_s: float
     traceparent: str
-    phase: Phase = field(default=Phase.RECEIVING)
+    transfer_id: str = ""
+    deadline: float = 0.0
+    phase: Phase = Phase.RECEIVING
+    renewal: messages.Renew | None = None
+    "What is carried out when the transfer has ended, in RENEWING."
+
+    @property
+    def samples(self) -> list[messages.Sample]:
+        return self.start.samples
 
     @property
     def blocks(self) -> list[int]:
@@ -75,6 +88,14 @@ class Reservation:
     def reserved_blocks(self) -> list[int]:
         return self.blocks[self.num_cached_blocks :]
 
+    def grow(self, start: messages.Start, more_blocks: list[int]) -> None:
+        """Goes on from `start`, which has a few tokens more; blocks keep their order, so the whole ones come first."""
+        self.start = start
+        self.token_ids = start.token_ids
+        self.keys.extend(self.token_ids)
+        blocks, num_full = self.blocks + more_blocks, len(self.keys.complete)
+        self.full_blocks, self.own_blocks = blocks[:num_full], blocks[num_full:]
+
     def sequences(self) -> list[Sequence]:
         """What the reservation becomes, once its blocks are there: one sequence per sample."""
         return [
@@ -83,7 +104,7 @@ class Reservation:
                 session=self.session,
                 params=self.params,
                 sample=sample.index,
-                num_prompt=self.num_prompt,
+                num_prompt=len(self.start.prompt_ids),
                 token_ids=list(self.token_ids),
                 keys=self.keys.fork(),
                 blocks=[*self.full_blocks, own],

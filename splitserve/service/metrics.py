@@ -121,6 +121,12 @@ class WorkerMetrics:
             ["model", "transport", "side", "reason"],
             registry=registry,
         )
+        self._ignored = Counter(
+            "splitserve_messages_ignored",
+            "Commands that came late or again and changed nothing.",
+            ["model", "kind"],
+            registry=registry,
+        )
         self._startup_seconds = Gauge(
             "splitserve_startup_seconds", "Time that a part of the start took.", ["model", "part"], registry=registry
         )
@@ -152,6 +158,10 @@ class WorkerMetrics:
     def count_cache_lookup(self, *, num_tokens: int, num_cached_tokens: int) -> None:
         self._cache_queries.inc(num_tokens)
         self._cache_hits.inc(num_cached_tokens)
+
+    def count_ignored(self, kind: str) -> None:
+        """`kind` is the command's name."""
+        self._ignored.labels(self._model, kind).inc()
 
     def count_transfer(self, *, transport: str, side: str, num_bytes: int, seconds: float) -> None:
         """One completed transfer; `side` is "source" or "sink"."""

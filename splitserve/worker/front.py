@@ -186,11 +186,11 @@ class Front:
                 self._links[report.peer] = report
                 for connection in self._joiner.connections.values():
                     connection.send(translate.to_worker_message(report))
-            case messages.TransferReport() | messages.CacheLookup():
+            case messages.TransferReport() | messages.CacheLookup() | messages.Ignored():
                 self._http.count(report)
             case messages.Progress(text=text):
                 log.info("engine", step=text)
-            case messages.Ready() | messages.StartFailed() | messages.Ignored() | messages.Drained():
+            case messages.Ready() | messages.StartFailed() | messages.Drained():
                 log.error("unexpected report", type=type(report).__name__)
             case _:
                 if isinstance(report, messages.FirstTokens | messages.StepTokens):

@@ -66,6 +66,8 @@ class WorkerHttp:
                 self._count_transfer(report)
             case messages.CacheLookup(num_tokens=num_tokens, num_cached_tokens=num_cached):
                 self._metrics.count_cache_lookup(num_tokens=num_tokens, num_cached_tokens=num_cached)
+            case messages.Ignored(kind=kind):
+                self._metrics.count_ignored(kind)
             case messages.FirstTokens(tokens=tokens, num_computed_tokens=num_computed):
                 self._metrics.count_prompt_tokens(num_computed)
                 self._metrics.count_generation_tokens(len(tokens))

@@ -313,7 +313,7 @@ class Load(Message, frozen=True):
     kv_messages_dropped: int
 
 
-Countable = TransferReport | CacheLookup | FirstTokens | StepTokens
+Countable = TransferReport | CacheLookup | Ignored | FirstTokens | StepTokens
 "What the front's metrics count."
 
 Report = (

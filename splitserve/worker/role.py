@@ -81,8 +81,12 @@ class EngineBase(ABC):
 
     # Refusing and ending
 
-    def _refuse(self, command: messages.Reserve | messages.Prefill, refusal: Refusal) -> None:
+    def _refuse(self, command: messages.Reserve | messages.Renew | messages.Prefill, refusal: Refusal) -> None:
         self._publish(messages.Refused(command.session, command.attempt, refusal.reason, refusal.message))
+
+    def _ignore(self, command: messages.Command) -> None:
+        """It comes late or again: nothing changes, but it is counted."""
+        self._publish(messages.Ignored(type(command).__name__.lower()))
 
     def _publish_end(self, session: int, attempt: str, reason: Reason, message: str, traceparent: str) -> None:
         """The router hears that the attempt is lost; the log keeps the trace that it belonged to."""

@@ -19,6 +19,7 @@ from kvtransfer.events import KVEvent
 from kvtransfer.memory import MemoryHub
 from kvtransfer.settings import KVSettings
 from kvtransfer.store import BlockStore
+from kvtransfer.ticket import Ticket
 from prefill_worker.flow import PrefillEngine
 from splitserve.engine.loading import load_runner
 from splitserve.engine.pool import KVPool
@@ -189,17 +190,21 @@ class Pair:
         *,
         session: int = 1,
         timeout_s: float = 60.0,
+        keep_s: float = 0.0,
         **changes: Any,
     ) -> str:
         attempt = attempt or uuid.uuid4().hex
-        self.decode.inbox.put(messages.Reserve(session, attempt, _start(prompt, outputs, **changes), timeout_s))
+        start = _start(prompt, outputs, **changes)
+        self.decode.inbox.put(messages.Reserve(session, attempt, start, timeout_s, keep_s=keep_s))
         return attempt
 
-    def ticket(self, attempt: str) -> Any:
-        for report in self.decode.said(messages.Reserved):
-            if report.attempt == attempt:
-                return report.ticket
-        return None
+    def ticket(self, attempt: str) -> Ticket | None:
+        """The last one given out for the attempt."""
+        tickets = self.tickets(attempt)
+        return tickets[-1] if tickets else None
+
+    def tickets(self, attempt: str) -> list[Ticket]:
+        return [report.ticket for report in self.decode.said(messages.Reserved) if report.attempt == attempt]
 
     def prefill_attempt(
         self,
@@ -207,13 +212,17 @@ class Pair:
         prompt: Sequence[int],
         outputs: Sequence[int] = (),
         *,
+        leg: str = "",
         session: int = 1,
         timeout_s: float = 60.0,
         **changes: Any,
     ) -> None:
+        """With the attempt's last ticket; `leg` is the prefill worker's name for its part of the attempt."""
         self.until(lambda: self.ticket(attempt) is not None)
+        ticket = self.ticket(attempt)
+        assert ticket is not None
         start = _start(prompt, outputs, **changes)
-        self.prefill.inbox.put(messages.Prefill(session, attempt, start, self.ticket(attempt), timeout_s))
+        self.prefill.inbox.put(messages.Prefill(session, leg or attempt, start, ticket, timeout_s))
 
     def begin(self, prompt: Sequence[int], outputs: Sequence[int] = (), *, session: int = 1, **changes: Any) -> str:
         attempt = self.reserve(prompt, outputs, session=session, **changes)
