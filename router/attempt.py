@@ -1,18 +1,21 @@
-"""One attempt: a pair of workers carrying a request from reservation to its last token, or until something fails.
+"""One attempt: a decode worker and one prefill worker after another carrying a request from reservation to its last
+token, or until something fails.
 
-A request is a sequence of attempts (`flow`). An attempt owns its place on two workers from the moment it is granted
-until `close`, which gives back whatever is left on either, at any stage.
+A request is a sequence of attempts (`flow`). An attempt owns its place on its workers from the moment it is granted
+until `close`, which gives back whatever is left there, at any stage.
 """
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
-
-import structlog
+import enum
+from collections.abc import AsyncGenerator, Callable, Set
+from dataclasses import replace
+from typing import Protocol
 
 from kvtransfer.ticket import Ticket
+from router.causes import Setback, is_effect, is_no_failure, loss
 from router.config import RouterConfig
+from router.inbox import Inbox
+from router.leg import Leg
 from router.metrics import RouterMetrics, Stage
 from router.patience import Patience
 from router.token_order import TokenOrder
@@ -32,265 +35,254 @@ from router.worker import (
 )
 from splitserve.service.reasons import Reason
 
-log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
-
-# Refusals and orderly leave-taking: nobody's failure.
-_NOT_A_FAILURE = frozenset({Reason.NO_ROOM, Reason.PREEMPTED, Reason.DRAINING})
-# The request itself is at fault: another worker would say the same. INVALID is that only of what we have asked for;
-# an attempt that ends with it was spoilt by the other worker.
-_FATAL = frozenset({Reason.TOO_LARGE, Reason.INTERNAL})
-_FATAL_REFUSALS = _FATAL | {Reason.INVALID}
+# How long the word of one worker waits for that of the other, when it may only be the other's echo.
+_ECHO_S = 0.1
 
 
-@dataclass(eq=False)
-class AttemptLostError(Exception):
-    """The attempt ended without finishing its samples. `was_running_on` names a worker that died computing it."""
+class State(enum.Enum):
+    """What the attempt waits for."""
 
-    reason: str
-    message: str
-    is_failure: bool
-    is_fatal: bool = False
-    worker: str = ""
-    was_running_on: str = ""
+    RESERVING = enum.auto()
+    HANDING_OVER = enum.auto()
+    PREFILLING = enum.auto()
+    ARRIVING = enum.auto()
+    "The first token is known, the blocks are on their way."
+    DECODING = enum.auto()
 
-    def __str__(self) -> str:
-        return f"{self.reason}: {self.message}"
+
+_BEFORE_FIRST_TOKEN = frozenset({State.HANDING_OVER, State.PREFILLING})
+
+
+class LegSource(Protocol):
+    """Where prefill workers come from; `dispatcher` is the one."""
+
+    def another_prefill(self, attempt: "Attempt", num_tokens: int, unwanted: Set[str]) -> Leg | None: ...
 
 
 class Attempt:
     """Granted by the dispatcher with room already promised on both workers; also the mailbox for what they say."""
 
     def __init__(
-        self, attempt_id: str, prefill: Worker, decode: Worker, config: RouterConfig, metrics: RouterMetrics
+        self,
+        attempt_id: str,
+        leg: Leg,
+        decode: Worker,
+        legs: LegSource,
+        config: RouterConfig,
+        metrics: RouterMetrics,
     ) -> None:
         self.attempt_id = attempt_id
-        self.prefill = prefill
+        self.leg = leg
         self.decode = decode
         self.num_cached_tokens: int | None = None  # known once a prefill worker has accepted
+        self._legs = legs
         self._config = config
         self._metrics = metrics
-        self._mailbox: asyncio.Queue[AttemptEvent] = asyncio.Queue()
-        self._is_handed_over = False
-        self._has_first_token = False
-        self._num_unscored = 0
-        self._decode_spoke = False
+        self._clock = asyncio.get_running_loop().time
+        self._inbox = Inbox()
+        self._state = State.RESERVING
+        self._state_began = self._clock()
+        self._hand_over_until = 0.0
+        self._unwanted: set[str] = set()
+        self._prefill_lost: WorkerLost | None = None
         self._is_finished = False
         self._is_closed = False
 
     def deliver(self, event: AttemptEvent) -> None:
-        self._mailbox.put_nowait(event)
+        self._inbox.deliver(event)
 
     async def tokens(
-        self,
-        start: Start,
-        traceparent: str,
-        seconds_left: Callable[[], float],
-        another_prefill: Callable[["Attempt", set[str]], bool],
+        self, start: Start, traceparent: str, seconds_left: Callable[[], float]
     ) -> AsyncGenerator[TokenArrived | PromptLogprobsArrived, None]:
         """Runs the attempt; each position once and in order, until every sample has finished.
 
         The prompt's logprobs, where `start` asks for them, come before any token.
 
         Raises AttemptLostError when the attempt is over early, TimeoutError when `seconds_left` (the request's own
-        deadline) ran out. `another_prefill` moves the attempt to a prefill worker outside the given set, if one has
-        room.
+        deadline) ran out.
         """
-        ticket = await self._reserve(start, traceparent, seconds_left)
-        await self._hand_over(start, ticket, traceparent, seconds_left, another_prefill)
+        # The reservation outlives everything that this side waits for before the blocks must be there.
+        keep_s = self._config.reserve_timeout
+        self.decode.channel.reserve(self.attempt_id, start, seconds_left(), keep_s, traceparent)
         orders = {index: TokenOrder(len(output)) for index, output in start.outputs.items()}
-        unfinished = set(orders)
-        self._num_unscored = 0 if start.sampling.prompt_logprobs is None else len(start.prompt_ids)
         held: list[TokenArrived] = []
-        clock = asyncio.get_running_loop().time
-        stage_began = clock()
-        while unfinished:
-            had_first, had_decode = self._has_first_token, self._decode_spoke
-            awaited = self.decode if self._is_prefilled else self.prefill
-            limit = self._config.token_timeout if self._is_prefilled else self._config.prefill_timeout
-            event = await self._next(awaited, limit, seconds_left)
-            if isinstance(event, PromptLogprobsArrived):
-                self._num_unscored -= len(event.tokens)
-                yield event
-            held.extend(self._arrived(event))
-            now = clock()
-            if self._has_first_token and not had_first:
-                self._metrics.observe_stage(Stage.PREFILL, now - stage_began)
-                stage_began = now
-            if self._decode_spoke and not had_decode:
-                self._metrics.observe_stage(Stage.HANDOFF, now - stage_began)
-                stage_began = now
-            if self._num_unscored > 0:  # decode, which repeats the first token, may overtake them
+        while orders:
+            event = await self._next(seconds_left)
+            match event:
+                case Reserved(ticket=ticket) if self._state is State.RESERVING:
+                    self._hand_over_until = self._clock() + self._config.reserve_timeout
+                    self._hand_over(start, ticket, traceparent)
+                case Refused() | Ended() | TransferLost() | WorkerLost():
+                    await self._on_setback(event, start, traceparent)
+                case PromptLogprobsArrived():
+                    self.leg.note_scored(event)
+                    yield event
+                case _:
+                    held.extend(self._progress(event))
+            if not self.leg.is_scored:  # decode, which repeats the first token, may overtake the prompt's logprobs
                 continue
             arrived, held = held, []
             for token in arrived:
                 for ordered in orders[token.sample].take(token) if token.sample in orders else ():
                     if ordered.finish_reason is not None:
-                        unfinished.discard(ordered.sample)
-                        self._is_finished = not unfinished
-                        if self._is_finished and self._decode_spoke:
-                            self._metrics.observe_stage(Stage.DECODE, clock() - stage_began)
+                        del orders[ordered.sample]
+                        self._is_finished = not orders
+                        if self._is_finished and self._state is State.DECODING:
+                            self._metrics.observe_stage(Stage.DECODE, self._clock() - self._state_began)
                     yield ordered
 
-    @property
-    def _is_prefilled(self) -> bool:
-        """The prefill worker has said all that this side needs from it."""
-        return self._has_first_token and self._num_unscored <= 0
+    # What an event changes
 
-    @property
-    def _answer_timeout(self) -> float:
-        """Longer than a worker can be dead or stuck without membership knowing."""
-        return self._config.stall_timeout + self._config.heartbeat_timeout
+    def _hand_over(self, start: Start, ticket: Ticket, traceparent: str) -> None:
+        self._enter(State.HANDING_OVER)
+        self._ticket = ticket
+        self.leg.hand_over(start, ticket, self._config.prefill_timeout, traceparent)
 
-    async def _reserve(self, start: Start, traceparent: str, seconds_left: Callable[[], float]) -> Ticket:
-        # The reservation outlives everything that this side waits for before the blocks must be there.
-        keep_s = self._config.reserve_timeout
-        self.decode.channel.reserve(self.attempt_id, start, seconds_left(), keep_s, traceparent)
-        event = await self._next(self.decode, self._answer_timeout, seconds_left)
-        if not isinstance(event, Reserved):
-            raise self._lost(Reason.INVALID, f"expected a reservation, got {type(event).__name__}", self.decode)
-        return event.ticket
-
-    async def _hand_over(
-        self,
-        start: Start,
-        ticket: Ticket,
-        traceparent: str,
-        seconds_left: Callable[[], float],
-        another_prefill: Callable[["Attempt", set[str]], bool],
-    ) -> None:
-        """Finds a prefill worker that takes the prompt; the reservation is kept meanwhile, but not for long."""
-        clock = asyncio.get_running_loop().time
-        until = clock() + self._config.reserve_timeout
-        refused: set[str] = set()
-        while True:
-            self._is_handed_over = True
-            self.prefill.channel.prefill(self.attempt_id, start, ticket, self._config.prefill_timeout, traceparent)
-            try:
-                await self._accepted(seconds_left)
-                return
-            except AttemptLostError as lost:
-                refused.add(self.prefill.worker_id)
-                may_go_on = not lost.is_failure and lost.worker == self.prefill.worker_id and clock() < until
-                if may_go_on and another_prefill(self, refused):
-                    continue
-                raise
-
-    async def _accepted(self, seconds_left: Callable[[], float]) -> None:
-        """Waits for the prefill worker's word. With all of it cached, decode's first token may overtake it."""
-        early = []
-        while not isinstance(event := await self._next(self.prefill, self._answer_timeout, seconds_left), Accepted):
-            early.append(event)
-        self.num_cached_tokens = event.num_cached_tokens
-        for overtaking in early:
-            self.deliver(overtaking)
-
-    async def _next(self, awaited: Worker, limit_s: float, seconds_left: Callable[[], float]) -> AttemptEvent:
-        """The next event that is not the attempt's end; `awaited` is at fault if there is none within `limit_s` and
-        then within the step that it is in.
-
-        TimeoutError is the request's deadline, not the attempt's.
-        """
-        patience = Patience(awaited)
-        wait_s = limit_s
-        while True:
-            if self._mailbox.empty():
-                left = seconds_left()
-                try:
-                    # Not wait_for: in Python 3.11 it swallows a cancellation that comes together with the event.
-                    async with asyncio.timeout(min(wait_s, left)):
-                        event = await self._mailbox.get()
-                except TimeoutError:
-                    if left <= wait_s:
-                        raise
-                    if not patience.is_over():
-                        wait_s = self._config.suspect_timeout  # a live worker reports within it
-                        continue
-                    message = f"{awaited.worker_id} said nothing for more than {limit_s:g} s, and is in no long step"
-                    raise self._lost(Reason.TIMEOUT, message, awaited) from None
-            else:
-                event = self._mailbox.get_nowait()
-            try:
-                self._raise_if_over(event)
-            except AttemptLostError as lost:
-                if lost.reason == Reason.TRANSFER_FAILED:
-                    await self._look_for_a_death()
-                raise
-            if not self._is_moot(event):
-                return event
-
-    async def _look_for_a_death(self) -> None:
-        """Blocks that stop coming are often the first sign that a worker has died: then it is the one to blame.
-
-        Waits a moment for the loss to become known, and raises it.
-        """
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._config.suspect_timeout):
-                while True:
-                    event = await self._mailbox.get()
-                    if isinstance(event, WorkerLost):
-                        self._raise_if_over(event)
-
-    def _is_moot(self, event: AttemptEvent) -> bool:
-        """What a prefill worker says or suffers after its part is done; decode reports if the blocks did not arrive."""
-        return isinstance(event, (Ended, WorkerLost, Refused))
-
-    def _raise_if_over(self, event: AttemptEvent) -> None:
+    def _progress(self, event: AttemptEvent) -> tuple[TokenArrived, ...]:
+        """The tokens in it. Decode's may come before the prefill worker's own words, if the prompt was cached."""
         match event:
-            case Refused(worker=worker, reason=reason, message=message) if self._concerns_us(worker):
-                raise self._lost(reason, message, self._worker(worker), _FATAL_REFUSALS)
-            case (
-                Ended(worker=worker, reason=reason, message=message)
-                | TransferLost(worker=worker, reason=reason, message=message)
-            ) if self._concerns_us(worker):
-                raise self._lost(reason, message, self._worker(worker))
-            case WorkerLost(worker=worker, message=message) if self._concerns_us(worker):
-                is_decode = worker == self.decode.worker_id
-                was_running = self._decode_spoke if is_decode else self._is_handed_over
-                raise AttemptLostError(
-                    "worker_lost",
-                    f"{worker}: {message}",
-                    is_failure=True,
-                    worker=worker,
-                    was_running_on=worker if was_running else "",
-                )
-            case _:
-                return
-
-    def _concerns_us(self, worker: str) -> bool:
-        """Decode always; prefill until it has handed over. A prefill worker that was replaced never."""
-        if worker == self.decode.worker_id:
-            return True
-        return worker == self.prefill.worker_id and not self._is_prefilled
-
-    def _worker(self, worker_id: str) -> Worker:
-        return self.decode if worker_id == self.decode.worker_id else self.prefill
-
-    def _lost(
-        self, reason: Reason, message: str, worker: Worker, fatal: frozenset[Reason] = _FATAL
-    ) -> AttemptLostError:
-        return AttemptLostError(
-            reason.value,
-            message,
-            is_failure=reason not in _NOT_A_FAILURE,
-            is_fatal=reason in fatal,
-            worker=worker.worker_id,
-        )
-
-    def _arrived(self, event: AttemptEvent) -> tuple[TokenArrived, ...]:
-        match event:
+            case Accepted(num_cached_tokens=num_cached_tokens):
+                self.num_cached_tokens = num_cached_tokens
+                self.leg.is_accepted = True
+                if self._state is State.HANDING_OVER:
+                    self._state = State.PREFILLING
+                return ()
             case FirstTokensArrived(tokens=tokens):
-                self._has_first_token = True
+                self._end_stage(Stage.PREFILL, _BEFORE_FIRST_TOKEN, State.ARRIVING)
                 return tokens
             case TokenArrived():
-                self._has_first_token = self._decode_spoke = True
+                self._end_stage(Stage.PREFILL, _BEFORE_FIRST_TOKEN, State.ARRIVING)
+                self._end_stage(Stage.HANDOFF, {State.ARRIVING}, State.DECODING)
                 return (event,)
             case _:
                 return ()
 
-    def move_prefill(self, worker: Worker) -> None:
-        """Called by the dispatcher with room promised on `worker`; the one before refused."""
-        self.prefill.forget(self.attempt_id)
-        self.prefill = worker
+    def _end_stage(self, stage: Stage, states: Set[State], following: State) -> None:
+        if self._state in states:
+            self._metrics.observe_stage(stage, self._clock() - self._state_began)
+            self._enter(following)
+
+    def _enter(self, state: State) -> None:
+        self._state = state
+        self._state_began = self._clock()
+
+    # What goes wrong
+
+    async def _on_setback(self, setback: Setback, start: Start, traceparent: str) -> None:
+        """Goes on with another prefill worker if the attempt may; else raises AttemptLostError."""
+        is_of_leg = setback.worker == self.leg.worker.worker_id
+        if setback.worker == self.decode.worker_id:
+            await self._give_up(setback)
+        elif not is_of_leg:
+            return  # one that was asked before
+        elif self._state is State.RESERVING:
+            if not self._has_moved(start):
+                # Nothing had been given to it yet, so nobody has failed.
+                raise replace(loss(setback, frozenset()), is_failure=False)
+        elif self._state is State.HANDING_OVER and isinstance(setback, Refused):
+            may_move = is_no_failure(setback) and self._clock() < self._hand_over_until
+            if not (may_move and self._has_moved(start)):
+                await self._give_up(setback)
+            self._hand_over(start, self._ticket, traceparent)
+        elif self._needs_prefill:
+            await self._give_up(setback)
+        elif self._state is State.ARRIVING and isinstance(setback, WorkerLost):
+            self._prefill_lost = setback  # decode knows whether all of the blocks have come
+
+    def _has_moved(self, start: Start) -> bool:
+        """Gives up the leg for one on a prefill worker that has not been asked, if some has room."""
+        self._unwanted.add(self.leg.worker.worker_id)
+        leg = self._legs.another_prefill(self, start.num_tokens, self._unwanted)
+        if leg is None:
+            return False
+        self.leg.close("another prefill worker was asked", is_over=True)
+        self.leg = leg
+        return True
+
+    async def _give_up(self, setback: Setback) -> None:
+        """Raises AttemptLostError, unless decode turns out to have all it needs."""
+        cause = setback
+        if is_effect(setback):
+            other = self._prefill_lost or await self._other_word(setback)
+            if isinstance(other, TokenArrived):
+                return
+            cause = other or setback
+        raise loss(cause, self._ran_on)
+
+    async def _other_word(self, setback: Setback) -> Setback | TokenArrived | None:
+        """What explains `setback`, which may only be the echo of it: a word of the other worker, or of either's death.
+
+        Comes at about the same time, on a stream of its own. Nothing is taken out of the inbox.
+        """
+        until = self._clock() + _ECHO_S
+        heard: list[AttemptEvent] = []
+        try:
+            while (left := until - self._clock()) > 0 and (event := await self._inbox.next(left)) is not None:
+                heard.append(event)
+                match event:
+                    case WorkerLost():
+                        return event
+                    case Refused() | Ended() | TransferLost() if event.worker != setback.worker:
+                        return None if is_effect(event) else event
+                    case TokenArrived() if setback.worker != self.decode.worker_id:
+                        return event
+            return None
+        finally:
+            self._inbox.put_back(heard)
+
+    @property
+    def _needs_prefill(self) -> bool:
+        """The prefill worker has not yet said all that this side needs from it."""
+        return self._state in _BEFORE_FIRST_TOKEN or not self.leg.is_scored
+
+    @property
+    def _ran_on(self) -> frozenset[str]:
+        """Who may have computed for this request when it was lost."""
+        prefill = {self.leg.worker.worker_id} if self.leg.is_accepted and self._state is not State.DECODING else set()
+        decode = {self.decode.worker_id} if self._state in (State.ARRIVING, State.DECODING) else set()
+        return frozenset(prefill | decode)
+
+    # Waiting
+
+    def _awaited(self) -> tuple[Worker, float]:
+        """Who has to speak next, and how long that may take."""
+        # Longer than a worker can be dead or stuck without membership knowing.
+        answer_timeout = self._config.stall_timeout + self._config.heartbeat_timeout
+        if self._state is State.RESERVING:
+            return self.decode, answer_timeout
+        if self._state is State.HANDING_OVER:
+            return self.leg.worker, answer_timeout
+        if self._needs_prefill:
+            return self.leg.worker, self._config.prefill_timeout
+        return self.decode, self._config.token_timeout
+
+    async def _next(self, seconds_left: Callable[[], float]) -> AttemptEvent:
+        """The next event; the end of the attempt on the worker that is awaited if there is none within its limit and
+        then within the step that it is in.
+
+        TimeoutError is the request's deadline, not the attempt's.
+        """
+        awaited, limit_s = self._awaited()
+        patience = Patience(awaited)
+        wait_s = limit_s
+        while True:
+            left = seconds_left()
+            event = await self._inbox.next(min(wait_s, left))
+            if event is not None:
+                return event
+            if left <= wait_s:
+                raise TimeoutError
+            # Not for ever: those may be the blocks of others.
+            is_arriving = (
+                self._state is State.ARRIVING and self._clock() - self._state_began < self._config.prefill_timeout
+            )
+            if is_arriving and patience.blocks_have_come():
+                wait_s = limit_s
+            elif patience.is_over():
+                message = f"{awaited.worker_id} said nothing for more than {limit_s:g} s, and is in no long step"
+                return Ended(awaited.worker_id, Reason.TIMEOUT, message)
+            else:
+                wait_s = self._config.suspect_timeout  # a live worker reports within it
 
     def close(self, reason: str) -> None:
         """Gives back what is left on both workers. Idempotent; never waits.
@@ -300,10 +292,7 @@ class Attempt:
         if self._is_closed:
             return
         self._is_closed = True
-        for worker, is_over in (
-            (self.decode, self._is_finished),
-            (self.prefill, self._is_finished or self._decode_spoke),
-        ):
-            if not is_over and not worker.is_lost:
-                worker.channel.release(self.attempt_id, reason)
-            worker.forget(self.attempt_id)
+        if not self._is_finished and not self.decode.is_lost:
+            self.decode.channel.release(self.attempt_id, reason)
+        self.decode.forget(self.attempt_id)
+        self.leg.close(reason, is_over=self._is_finished or self._state is State.DECODING)

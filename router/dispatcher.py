@@ -7,12 +7,13 @@ load or membership.
 import asyncio
 import itertools
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 
 from router.attempt import Attempt
 from router.config import RouterConfig
 from router.flow import RequestFlow
-from router.membership import Membership
+from router.leg import Leg
+from router.membership import End, Membership
 from router.metrics import RouterMetrics
 from router.queue import RequestQueue, Waiting
 from router.request import GenerationRequest
@@ -57,6 +58,14 @@ class ClusterDispatcher:
 
     def why_not_ready(self) -> str:
         return self._membership.why_not_ready()
+
+    def deaths_among(self, workers: Set[str]) -> Mapping[str, End]:
+        return self._membership.deaths_among(workers)
+
+    async def deaths_until(
+        self, workers: Set[str], is_enough: Callable[[int], bool], timeout_s: float
+    ) -> Mapping[str, End]:
+        return await self._membership.deaths_until(workers, is_enough, timeout_s)
 
     def enqueue(self, waiting: Waiting, pause_s: float = 0.0) -> None:
         """Waits from now on; for the first `pause_s` its place and its room are kept, but it is granted no pair."""
@@ -145,24 +154,28 @@ class ClusterDispatcher:
         assert prefill is not None
         assert decode is not None
         # Random per attempt and made here: no client's id is ever a key.
-        attempt = Attempt(uuid.uuid4().hex, prefill, decode, self._config, self._metrics)
+        attempt_id = uuid.uuid4().hex
+        attempt = Attempt(attempt_id, Leg(attempt_id, prefill), decode, self, self._config, self._metrics)
         size = demand.num_tokens
-        prefill.promise(attempt.attempt_id, attempt, blocks_for(size, prefill.identity.block_size), size)
+        prefill.promise(attempt_id, attempt, blocks_for(size, prefill.identity.block_size), size)
         num_blocks = decode_blocks(size, demand.num_samples, decode.identity.block_size)
-        decode.promise(attempt.attempt_id, attempt, num_blocks, size, demand.num_samples)
+        decode.promise(attempt_id, attempt, num_blocks, size, demand.num_samples)
         return attempt
 
-    def another_prefill(self, attempt: Attempt, num_tokens: int, refused: set[str]) -> bool:
-        """Moves an attempt whose prefill worker refused to another one that reaches the same decode worker."""
+    def another_prefill(self, attempt: Attempt, num_tokens: int, unwanted: Set[str]) -> Leg | None:
+        """A leg for `attempt` on another prefill worker that reaches its decode worker and has room, now promised."""
+        decode = attempt.decode
         prefills, _ = self._views(self._kept)
-        views = [view for view in prefills if view.worker not in refused]
-        decode = attempt.decode.worker_id
-        choices = [view for view in views if decode in view.reachable and can_prefill(view, num_tokens)]
+        choices = [
+            view
+            for view in prefills
+            if view.worker not in unwanted and decode.worker_id in view.reachable and can_prefill(view, num_tokens)
+        ]
         if not choices:
-            return False
-        chosen = self._membership.get(min(choices, key=lambda view: view.waiting_tokens).worker)
-        assert chosen is not None
-        blocks = blocks_for(num_tokens, chosen.identity.block_size)
-        chosen.promise(attempt.attempt_id, attempt, blocks, num_tokens)
-        attempt.move_prefill(chosen)
-        return True
+            return None
+        chosen = min(choices, key=lambda view: (view.numerics != decode.identity.numerics, view.waiting_tokens))
+        worker = self._membership.get(chosen.worker)
+        assert worker is not None
+        leg = Leg(attempt.attempt_id, worker)
+        worker.promise(leg.leg_id, attempt, blocks_for(num_tokens, worker.identity.block_size), num_tokens)
+        return leg

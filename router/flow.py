@@ -5,15 +5,17 @@ prompt and the outputs that the client already has. Runs in the task of the clie
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Set
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Protocol
 
 import structlog
 
-from router.attempt import Attempt, AttemptLostError
+from router.attempt import Attempt
+from router.causes import AttemptLostError
 from router.config import RouterConfig
+from router.membership import End
 from router.metrics import RouterMetrics, Stage
 from router.queue import Waiting
 from router.request import Event, GenerationRequest, PromptLogprobs, TokenEvent, TokenLogprobs
@@ -47,7 +49,11 @@ class PairSource(Protocol):
 
     def close(self, attempt: Attempt, reason: str) -> None: ...
 
-    def another_prefill(self, attempt: Attempt, num_tokens: int, refused: set[str]) -> bool: ...
+    def deaths_among(self, workers: Set[str]) -> Mapping[str, End]: ...
+
+    async def deaths_until(
+        self, workers: Set[str], is_enough: Callable[[int], bool], timeout_s: float
+    ) -> Mapping[str, End]: ...
 
 
 class RequestFlow:
@@ -71,7 +77,7 @@ class RequestFlow:
         self._outputs: dict[int, list[int]] = {index: [] for index in range(request.sampling.n)}
         self._num_scored = 0
         self._failures = 0
-        self._deaths = 0
+        self._ran_on: set[str] = set()
         self._avoid: set[str] = set()
         self._numerics = ""
         self._cached_tokens: int | None = None
@@ -120,7 +126,7 @@ class RequestFlow:
                                 token.sample, token.position, token.token_id, token.finish_reason, token.logprobs
                             )
                 except AttemptLostError as lost:
-                    self._judge(lost)
+                    await self._judge(lost)
                     groups.extend((sample,) for sample in sorted(unfinished))
         except TimeoutError:
             raise DeadlineExceeded("the request's deadline passed") from None
@@ -136,11 +142,7 @@ class RequestFlow:
         self.attempts += 1
         self._metrics.count_attempt(self._next_reason)
         self._numerics = self._numerics or attempt.decode.identity.numerics
-
-        def another_prefill(moving: Attempt, refused: set[str]) -> bool:
-            return self._pairs.another_prefill(moving, start.num_tokens, refused)
-
-        running = attempt.tokens(start, self._request.traceparent, self._seconds_left, another_prefill)
+        running = attempt.tokens(start, self._request.traceparent, self._seconds_left)
         try:
             async with aclosing(running) as tokens:
                 async for token in tokens:
@@ -180,7 +182,7 @@ class RequestFlow:
         message = f"interrupted by {self._next_reason}, and {why}" if self.attempts else why
         return Unavailable(message, reason="NO_WORKERS", retry_after_s=1.0)
 
-    def _judge(self, lost: AttemptLostError) -> None:
+    async def _judge(self, lost: AttemptLostError) -> None:
         """Decides whether the request may be tried again; raises the client's error when not."""
         log.warning(
             "attempt lost",
@@ -194,21 +196,49 @@ class RequestFlow:
         self._was_failure = lost.is_failure
         if lost.reason != Reason.NO_ROOM:  # one that was preempted and then refused still has to find a lasting place
             self._was_preempted = lost.reason == Reason.PREEMPTED
+        if lost.is_failure:
+            await self._count_failure(lost)
+
+    async def _count_failure(self, lost: AttemptLostError) -> None:
+        """Raises the client's error if there is to be no further attempt."""
+        if lost.reason == Reason.TOO_LARGE:  # it was not when it was admitted: larger workers have left
+            raise Unavailable(f"{lost.reason}: {lost.message}", reason="NO_WORKERS", retry_after_s=1.0)
         if lost.is_fatal:
             raise Internal(f"{lost.reason}: {lost.message}")
-        if lost.was_running_on:
-            self._deaths += 1
-            if self._deaths >= _MAX_DEATHS:
-                raise Internal(f"{self._deaths} workers died while they ran this request", reason="WORKERS_DIED")
-        if lost.is_failure:
-            self._avoid.add(lost.worker)
-            self._failures += 1
-            if self._failures >= self._config.max_attempts:
-                raise Unavailable(
-                    f"{self._failures} attempts failed, the last one by {lost}",
-                    reason="ATTEMPTS_EXHAUSTED",
-                    retry_after_s=1.0,
-                )
+        self._avoid.add(lost.worker)
+        self._failures += 1
+        self._ran_on |= lost.ran_on
+        await self._check_deaths(lost)
+        if self._failures >= self._config.max_attempts:
+            raise Unavailable(
+                f"{self._failures} attempts failed, the last one by {lost}",
+                reason="ATTEMPTS_EXHAUSTED",
+                retry_after_s=1.0,
+            )
+
+    async def _check_deaths(self, lost: AttemptLostError) -> None:
+        """A request that workers die of is not given another one to kill.
+
+        Both waits are rare. A death may show later than its effects; and a worker that seems dead may have lost only
+        its stream, and then is back soon.
+        """
+        ran_on = frozenset(self._ran_on)
+        deaths = self._pairs.deaths_among(ran_on)
+        may_be_one_more = lost.reason == Reason.TRANSFER_FAILED and lost.ran_on.isdisjoint(deaths)
+        if may_be_one_more and len(deaths) == _MAX_DEATHS - 1:
+            deaths = await self._pairs.deaths_until(
+                ran_on, lambda num: num >= _MAX_DEATHS, self._config.suspect_timeout
+            )
+        if len(deaths) >= _MAX_DEATHS:
+            deaths = await self._pairs.deaths_until(
+                ran_on, lambda num: num < _MAX_DEATHS, self._config.heartbeat_timeout
+            )
+        if len(deaths) < _MAX_DEATHS:
+            return
+        message = f"{len(deaths)} workers died while they ran this request"
+        if all(end is End.SEEN for end in deaths.values()):
+            raise Internal(message, reason="WORKERS_DIED")
+        raise Unavailable(message, reason="WORKERS_DIED", retry_after_s=1.0)  # it may have been the network
 
     # Pieces
 

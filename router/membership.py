@@ -4,7 +4,10 @@ State of the event loop's thread. `join` adds sessions and feeds them; `flow` re
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+import contextlib
+import enum
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 import structlog
@@ -18,6 +21,17 @@ from splitserve.service.errors import InvalidRequest
 log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 _SWEEP_INTERVAL_S = 0.2
+# Ids of the dead that are remembered: far more than die during the life of a request.
+_MAX_DEAD = 1024
+
+
+class End(enum.Enum):
+    """How a session ended."""
+
+    SEEN = enum.auto()
+    "Its stream ended."
+    SILENT = enum.auto()
+    "It said nothing any more, or got no further."
 
 
 class Membership:
@@ -26,6 +40,9 @@ class Membership:
         self._model = model
         self._revision = revision
         self._workers: dict[str, Worker] = {}
+        # Whose session has ended and who has not come back under its id, which is drawn anew at every start.
+        self._dead: OrderedDict[str, End] = OrderedDict()
+        self._has_changed = asyncio.Event()
         self._listeners: list[Callable[[], None]] = []
 
     # Changes
@@ -35,6 +52,7 @@ class Membership:
         self._listeners.append(listener)
 
     def changed(self) -> None:
+        self._has_changed.set()
         for listener in self._listeners:
             listener()
 
@@ -53,13 +71,17 @@ class Membership:
         if predecessor is not None:
             self.remove(predecessor, "the worker joined again")
         self._workers[worker.worker_id] = worker
+        self._dead.pop(worker.worker_id, None)
         log.info("worker joined", worker=worker.worker_id, kind=worker.role, session=worker.session)
         self.changed()
 
-    def remove(self, worker: Worker, reason: str) -> None:
+    def remove(self, worker: Worker, reason: str, end: End = End.SEEN) -> None:
         """Any end of a session, clean or not: its attempts end. Idempotent."""
         if self._workers.get(worker.worker_id) is worker:
             del self._workers[worker.worker_id]
+            self._dead[worker.worker_id] = end
+            while len(self._dead) > _MAX_DEAD:
+                self._dead.popitem(last=False)
             for other in self._workers.values():
                 other.links.pop(worker.worker_id, None)
             log.warning("worker left", worker=worker.worker_id, reason=reason, attempts=len(worker.attempts))
@@ -71,15 +93,31 @@ class Membership:
         while True:
             for worker in list(self._workers.values()):
                 if worker.silence_s() > self._config.heartbeat_timeout:
-                    self.remove(worker, f"silent for {worker.silence_s():.1f} s")
+                    self.remove(worker, f"silent for {worker.silence_s():.1f} s", End.SILENT)
                 elif worker.load.step_age_s > self._config.stall_timeout:
-                    self.remove(worker, f"its step has got no further for {worker.load.step_age_s:.1f} s")
+                    reason = f"its step has got no further for {worker.load.step_age_s:.1f} s"
+                    self.remove(worker, reason, End.SILENT)
             await asyncio.sleep(_SWEEP_INTERVAL_S)
 
     # Views
 
     def get(self, worker_id: str) -> Worker | None:
         return self._workers.get(worker_id)
+
+    def deaths_among(self, workers: Set[str]) -> dict[str, End]:
+        """Those that are gone: a worker that has joined again under its id has lost a session, not its life."""
+        return {worker: self._dead[worker] for worker in workers if worker in self._dead}
+
+    async def deaths_until(
+        self, workers: Set[str], is_enough: Callable[[int], bool], timeout_s: float
+    ) -> dict[str, End]:
+        """As `deaths_among`, as soon as their number `is_enough` and after `timeout_s` in any case."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not is_enough(len(self.deaths_among(workers))):
+                    self._has_changed.clear()
+                    await self._has_changed.wait()
+        return self.deaths_among(workers)
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(list(self._workers.values()))
@@ -88,8 +126,10 @@ class Membership:
         return [worker for worker in self._workers.values() if worker.role is role]
 
     def candidates(self, role: Role) -> list[Worker]:
-        """Workers that may get new work: heard of lately."""
-        return [w for w in self.of_role(role) if w.silence_s() <= self._config.suspect_timeout]
+        """Workers that may get new work: heard of lately, and not only that they are there."""
+        return [
+            w for w in self.of_role(role) if w.has_reported and w.silence_s() <= self._config.suspect_timeout
+        ]
 
     @property
     def is_ready(self) -> bool:

@@ -1,4 +1,5 @@
-"""How long a worker may owe an attempt an answer: as long as the step lasts that it cannot interrupt.
+"""How long a worker may owe an attempt an answer: as long as the step lasts that it cannot interrupt, and, where the
+answer waits for blocks, as long as blocks arrive.
 
 Asked by `attempt` once a limit has passed. A worker that is dead, silent or stuck in a step is none of its business:
 `membership` ends its session, and the attempt hears of that.
@@ -16,6 +17,7 @@ class Patience:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._looks: list[int] = []
+        self._num_bytes = worker.load.kv_bytes_received
 
     def is_over(self) -> bool:
         """Whether it has had every chance to answer since the first look: it is idle, or has finished two steps.
@@ -29,3 +31,10 @@ class Patience:
             return False
         is_idle = load.step_age_s == 0.0 and self._looks[-1] == self._looks[-2]
         return is_idle or self._looks[-1] - self._looks[0] >= _STEPS_TO_ANSWER
+
+    def blocks_have_come(self) -> bool:
+        """Whether the worker has received any since this was asked last; if so the wait begins anew."""
+        before, self._num_bytes = self._num_bytes, self._worker.load.kv_bytes_received
+        if self._num_bytes > before:
+            self._looks.clear()
+        return self._num_bytes > before

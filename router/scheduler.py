@@ -42,6 +42,7 @@ class PrefillView:
     long_threshold: int
     max_waiting_tokens: int
     max_model_len: int
+    numerics: str
     reachable: frozenset[str]
 
 
@@ -57,6 +58,10 @@ class Demand:
     was_preempted: bool = False
     avoid: frozenset[str] = frozenset()
     numerics: str = ""
+
+    def differs_from(self, numerics: str) -> bool:
+        """Whether what has been computed so far comes out otherwise on a worker of these `numerics`."""
+        return self.numerics not in ("", numerics)
 
     def needs_no_less(self, other: "Demand") -> bool:
         """Whether this one finds no room wherever `other` finds none."""
@@ -192,7 +197,7 @@ def place(
     def cost(pair: tuple[PrefillView, DecodeView]) -> tuple[float, ...]:
         prefill, decode = pair
         preference = (
-            float(bool(demand.numerics) and decode.numerics != demand.numerics),
+            float(demand.differs_from(decode.numerics) + demand.differs_from(prefill.numerics)),
             float(len({prefill.worker, decode.worker} & demand.avoid)),
         )
         turns = (float(decode_order(decode.worker)), float(prefill_order(prefill.worker)))

@@ -296,6 +296,7 @@ class Worker:
             # One step under way and one to go on with: more would wait here where no dead client is noticed.
             max_waiting_tokens=2 * self.identity.max_num_batched_tokens,
             max_model_len=self.identity.max_model_len,
+            numerics=self.identity.numerics,
             reachable=frozenset(peer for peer, link in self.links.items() if link.reachable),
         )
 

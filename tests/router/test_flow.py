@@ -13,17 +13,9 @@ from router.worker import Role
 from splitserve.service.errors import DeadlineExceeded, Internal, Overloaded, Unavailable
 from splitserve.service.reasons import Reason
 from tests.router.cluster_fakes import FakeWorker, Router, collect, ids
+from tests.router.driving import hand_off, next_attempt, reserve_on_either, who_prefills, who_reserved
 
 LENGTH = FinishReason.LENGTH
-
-
-async def hand_off(prefill: FakeWorker, decode: FakeWorker, number: int = 0) -> str:
-    """Drives one attempt up to the prefill worker's acceptance."""
-    attempt, _ = await decode.command("reserve", number)
-    decode.reserved(attempt)
-    await _who_prefills([prefill], attempt)
-    prefill.accepted(attempt)
-    return attempt
 
 
 async def test_first_token_is_shown_twice_or_a_gap_is_shown() -> None:
@@ -85,31 +77,19 @@ async def test_cached_tokens_are_counted_twice(has_first_token: bool) -> None:
     (prefill,), decodes = router.pairs(num_decode=2)
     flow = router.submit(num_prompt=40)
     task = asyncio.create_task(collect(flow))
-    attempt = await _reserve_on_either(decodes, 0)
+    attempt = await reserve_on_either(decodes, 0)
     await prefill.command("prefill")
     prefill.accepted(attempt, num_cached_tokens=16)
     if has_first_token:
         prefill.first(attempt, 0, 100)
     next(d for d in decodes if attempt in d.worker.attempts).ended(attempt, Reason.PREEMPTED)
-    second = await _reserve_on_either(decodes, 1)
+    second = await reserve_on_either(decodes, 1)
     await prefill.command("prefill", 1)
     prefill.accepted(second, num_cached_tokens=32)
     next(d for d in decodes if second in d.worker.attempts).token(second, int(has_first_token), 101, LENGTH)
     await task
     assert flow.cached_tokens == 16
     router.assert_idle()
-
-
-async def _reserve_on_either(decodes: list[FakeWorker], number: int) -> str:
-    """The request's `number`-th reservation, on whichever decode worker, is granted."""
-    async with asyncio.timeout(5):
-        while True:
-            asked = [(d, attempt) for d in decodes for attempt in d.channel.of_kind("reserve")]
-            if len(asked) > number:
-                decode, attempt = next((d, a) for d, a in asked if a in d.worker.attempts)
-                decode.reserved(attempt)
-                return attempt
-            await asyncio.sleep(0.01)
 
 
 async def test_finished_request_is_released_as_if_it_ran() -> None:
@@ -143,17 +123,17 @@ async def test_failure_before_the_first_token_reaches_the_client(loser: str, how
     router = Router()
     prefills, decodes = router.pairs(2, 2)
     task = asyncio.create_task(collect(router.submit()))
-    first_decode = await _who_reserved(decodes)
+    first_decode = await who_reserved(decodes)
     attempt, _ = await first_decode.command("reserve")
     first_decode.reserved(attempt)
-    first_prefill = await _who_prefills(prefills, attempt)
+    first_prefill = await who_prefills(prefills, attempt)
     first_prefill.accepted(attempt)
     victim = first_prefill if loser == "prefill" else first_decode
     if how == "lost":
         router.leave(victim)
     else:
         victim.ended(attempt, Reason.TRANSFER_FAILED)
-    decode, prefill, second = await _next_attempt(prefills, decodes, attempt)
+    decode, prefill, second = await next_attempt(prefills, decodes, attempt)
     assert second != attempt
     assert victim not in (decode, prefill), "the worker that failed the request was asked again first"
     prefill.first(second, 0, 100)
@@ -168,14 +148,14 @@ async def test_failover_loses_or_doubles_tokens() -> None:
     prefills, decodes = router.pairs(1, 2)
     flow = router.submit()
     task = asyncio.create_task(collect(flow))
-    decode = await _who_reserved(decodes)
+    decode = await who_reserved(decodes)
     attempt = await hand_off(prefills[0], decode)
     prefills[0].first(attempt, 0, 100)
     decode.token(attempt, 0, 100)
     decode.token(attempt, 1, 101)
     await asyncio.sleep(0.01)
     router.leave(decode)
-    other, prefill, second = await _next_attempt(prefills, decodes, attempt)
+    other, prefill, second = await next_attempt(prefills, decodes, attempt)
     start = next(start for kind, _, start in other.channel.commands if kind == "reserve")
     assert start is not None
     assert start.prompt_ids == tuple(range(10))
@@ -195,7 +175,7 @@ async def test_prefill_that_refuses_costs_the_reservation() -> None:
     task = asyncio.create_task(collect(router.submit()))
     attempt, _ = await decode.command("reserve")
     decode.reserved(attempt)
-    first = await _who_prefills(prefills, attempt)
+    first = await who_prefills(prefills, attempt)
     first.refused(attempt)
     second = prefills[1 - prefills.index(first)]
     await second.command("prefill")
@@ -255,12 +235,12 @@ async def test_attempts_never_end() -> None:
 
 
 async def test_request_kills_a_third_worker() -> None:
-    router = Router(max_attempts=10)
+    router = Router(max_attempts=10, heartbeat_timeout=0.05)
     prefills, decodes = router.pairs(1, 3)
     task = asyncio.create_task(collect(router.submit()))
     seen: set[str] = set()
     for _ in range(2):
-        decode, prefill, attempt = await _next_attempt(prefills, decodes, *seen)
+        decode, prefill, attempt = await next_attempt(prefills, decodes, *seen)
         seen.add(attempt)
         prefill.first(attempt, 0, 100)
         decode.token(attempt, 0, 100)
@@ -303,9 +283,9 @@ async def test_invalid_hand_off_is_the_requests_own_fault() -> None:
     router = Router()
     prefills, decodes = router.pairs(2, 1)
     task = asyncio.create_task(collect(router.submit()))
-    decode, prefill, attempt = await _next_attempt(prefills, decodes)
+    decode, prefill, attempt = await next_attempt(prefills, decodes)
     decode.ended(attempt, Reason.INVALID)
-    _, prefill, second = await _next_attempt(prefills, decodes, attempt)
+    _, prefill, second = await next_attempt(prefills, decodes, attempt)
     prefill.first(second, 0, 100, LENGTH)
     assert ids(await task) == [100]
 
@@ -331,7 +311,7 @@ async def test_client_that_leaves_keeps_a_worker_busy(stage: str) -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert decode.channel.of_kind("release") == ([attempt] if attempt else [])
-    assert prefill.channel.of_kind("release") == ([attempt] if stage in ("reserving", "prefilling") else [])
+    assert prefill.channel.of_kind("release") == ([attempt] if stage == "prefilling" else [])
     router.assert_idle()
 
 
@@ -437,11 +417,11 @@ async def test_silent_worker_is_kept() -> None:
     router = Router(heartbeat_timeout=0.3, suspect_timeout=0.1)
     (prefill,), decodes = router.pairs(1, 2)
     task = asyncio.create_task(collect(router.submit()))
-    decode = await _who_reserved(decodes)
+    decode = await who_reserved(decodes)
     attempt = await hand_off(prefill, decode)
     decode.worker.last_heard = asyncio.get_running_loop().time()
     watch = asyncio.create_task(router.membership.watch())
-    other, _, second = await _next_attempt([prefill], decodes, attempt)
+    other, _, second = await next_attempt([prefill], decodes, attempt)
     assert other is not decode
     assert decode.worker.is_lost
     prefill.first(second, 0, 100, LENGTH)
@@ -486,7 +466,7 @@ async def test_request_that_fits_nobody_blocks_everyone(is_retry: bool) -> None:
     assert start is not None
     assert len(start.prompt_ids) == 10
     small.reserved(attempt)
-    await _who_prefills([prefill], attempt)
+    await who_prefills([prefill], attempt)
     prefill.accepted(attempt)
     prefill.first(attempt, 0, 100, LENGTH)
     assert ids(await other) == [100]
@@ -516,7 +496,7 @@ async def test_full_cluster_fails_what_it_had_to_put_back(reason: Reason) -> Non
     router.membership.changed()
     attempt, _ = await decode.command("reserve", 1)
     decode.reserved(attempt)
-    await _who_prefills([prefill], attempt)
+    await who_prefills([prefill], attempt)
     prefill.accepted(attempt)
     prefill.first(attempt, 0, 100, LENGTH)
     assert ids(await task) == [100]
@@ -602,13 +582,13 @@ async def test_worker_that_computes_for_others_is_waited_for_for_ever(stage: str
 
 async def test_lost_link_is_blamed_on_the_survivor() -> None:
     """A prefill worker dies: decode notices first. The dead one is avoided and counted, not the messenger."""
-    router = Router(suspect_timeout=0.5)
+    router = Router(suspect_timeout=0.5, heartbeat_timeout=0.1)
     prefills, (decode,) = router.pairs(3, 1)
     task = asyncio.create_task(collect(router.submit()))
     seen: set[str] = set()
     for _ in range(2):
         attempt = await _reserved_on(decode, seen)
-        prefill = await _who_prefills(prefills, attempt)
+        prefill = await who_prefills(prefills, attempt)
         prefill.accepted(attempt)
         decode.ended(attempt, Reason.TRANSFER_FAILED)
         await asyncio.sleep(0.05)
@@ -641,41 +621,8 @@ async def _until_finish(flow: RequestFlow) -> None:
 
 
 async def _reserved_on(decode: FakeWorker, seen: set[str]) -> str:
-    await _who_reserved([decode], *seen)
+    await who_reserved([decode], *seen)
     (attempt,) = set(decode.channel.of_kind("reserve")) - seen
     seen.add(attempt)
     decode.reserved(attempt)
     return attempt
-
-
-# Finding out whom the router chose
-
-
-async def _who_reserved(decodes: list[FakeWorker], *known: str) -> FakeWorker:
-    async with asyncio.timeout(5):
-        while True:
-            for decode in decodes:
-                if set(decode.channel.of_kind("reserve")) - set(known):
-                    return decode
-            await asyncio.sleep(0.001)
-
-
-async def _who_prefills(prefills: list[FakeWorker], attempt: str) -> FakeWorker:
-    async with asyncio.timeout(5):
-        while True:
-            for prefill in prefills:
-                if attempt in prefill.channel.of_kind("prefill"):
-                    return prefill
-            await asyncio.sleep(0.001)
-
-
-async def _next_attempt(
-    prefills: list[FakeWorker], decodes: list[FakeWorker], *known: str
-) -> tuple[FakeWorker, FakeWorker, str]:
-    """Drives the next attempt up to prefill's acceptance: (decode, prefill, attempt id)."""
-    decode = await _who_reserved(decodes, *known)
-    (attempt,) = set(decode.channel.of_kind("reserve")) - set(known)
-    decode.reserved(attempt)
-    prefill = await _who_prefills(prefills, attempt)
-    prefill.accepted(attempt)
-    return decode, prefill, attempt

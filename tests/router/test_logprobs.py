@@ -14,9 +14,9 @@ from splitserve.v1 import cluster_pb2
 from splitserve.worker import messages
 from splitserve.worker.translate import to_command, to_worker_message
 from tests.router.cluster_fakes import Router, collect_all, request
+from tests.router.driving import hand_off
 from tests.router.edge import Edge, running
 from tests.router.fakes import FakeDispatcher, Step, tokens
-from tests.router.test_flow import hand_off
 
 LENGTH = FinishReason.LENGTH
 

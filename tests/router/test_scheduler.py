@@ -42,6 +42,7 @@ P0 = PrefillView(
     long_threshold=25,
     max_waiting_tokens=100,
     max_model_len=1000,
+    numerics="n",
     reachable=frozenset({"d0", "d1"}),
 )
 P1 = replace(P0, worker="p1")

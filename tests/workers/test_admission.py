@@ -92,7 +92,8 @@ def test_router_sends_what_the_worker_refuses(
     in_decode = DecodeView("d", available, room.total_blocks, 4, num_seqs, max_num_seqs, max_model_len, "n")
     in_prefill = PrefillView(
         "p", available, room.total_blocks, 4, waiting_tokens=0, tokens_ahead=0, long_threshold=8,
-        max_waiting_tokens=100, max_model_len=max_model_len, reachable=frozenset({"d"}),
+        max_waiting_tokens=100, max_model_len=max_model_len, numerics="n",
+        reachable=frozenset({"d"}),
     )  # fmt: skip
     demand = Demand(num_tokens, num_samples)
     by_decode = admit(num_tokens, num_samples, room, num_seqs=num_seqs, max_num_seqs=max_num_seqs)

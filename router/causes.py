@@ -1,0 +1,62 @@
+"""Why an attempt was lost: what a worker's word means for the request, and whose word counts when both speak.
+
+Called by `attempt`; pure, no state.
+"""
+
+from dataclasses import dataclass
+
+from router.worker import Ended, Refused, TransferLost, WorkerLost
+from splitserve.service.reasons import Reason
+
+Setback = Refused | Ended | TransferLost | WorkerLost
+"""What a worker says when it does not go on, or what is said of it when it is gone."""
+
+# Refusals and orderly leave-taking: nobody's failure.
+_NOT_A_FAILURE = frozenset({Reason.NO_ROOM, Reason.PREEMPTED, Reason.DRAINING})
+# The request itself is at fault: another worker would say the same. INVALID is that only of what we have asked for;
+# an attempt that ends with it was spoilt by the other worker.
+_FATAL = frozenset({Reason.TOO_LARGE, Reason.INTERNAL})
+_FATAL_REFUSALS = _FATAL | {Reason.INVALID}
+
+WORKER_LOST = "worker_lost"
+
+
+@dataclass(eq=False)
+class AttemptLostError(Exception):
+    """The attempt ended without finishing its samples. `worker` is at fault, or said so; the request may have run on
+    the workers in `ran_on`: if they turn out to have died, it may be the cause."""
+
+    reason: str
+    message: str
+    is_failure: bool
+    is_fatal: bool = False
+    worker: str = ""
+    ran_on: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.message}"
+
+
+def loss(setback: Setback, ran_on: frozenset[str]) -> AttemptLostError:
+    """What `setback` means for the request, which may have run on the workers in `ran_on` by then."""
+    if isinstance(setback, WorkerLost):
+        message = f"{setback.worker}: {setback.message}"
+        return AttemptLostError(WORKER_LOST, message, is_failure=True, worker=setback.worker, ran_on=ran_on)
+    is_failure = not is_no_failure(setback)
+    return AttemptLostError(
+        setback.reason.value,
+        setback.message,
+        is_failure=is_failure,
+        is_fatal=setback.reason in (_FATAL_REFUSALS if isinstance(setback, Refused) else _FATAL),
+        worker=setback.worker,
+        ran_on=ran_on if is_failure else frozenset(),
+    )
+
+
+def is_no_failure(setback: Refused | Ended | TransferLost) -> bool:
+    return setback.reason in _NOT_A_FAILURE
+
+
+def is_effect(setback: Setback) -> bool:
+    """Whether it may only be what one worker sees of the other's end: blocks that stop coming, or are not taken."""
+    return not isinstance(setback, WorkerLost) and setback.reason is Reason.TRANSFER_FAILED

@@ -1,0 +1,56 @@
+"""Drives requests through a router whose workers a test speaks for: finds out whom it chose, and answers."""
+
+import asyncio
+
+from tests.router.cluster_fakes import FakeWorker
+
+
+async def hand_off(prefill: FakeWorker, decode: FakeWorker, number: int = 0) -> str:
+    """Drives one attempt up to the prefill worker's acceptance."""
+    attempt, _ = await decode.command("reserve", number)
+    decode.reserved(attempt)
+    await who_prefills([prefill], attempt)
+    prefill.accepted(attempt)
+    return attempt
+
+
+async def reserve_on_either(decodes: list[FakeWorker], number: int) -> str:
+    """The request's `number`-th reservation, on whichever decode worker, is granted."""
+    async with asyncio.timeout(5):
+        while True:
+            asked = [(d, attempt) for d in decodes for attempt in d.channel.of_kind("reserve")]
+            if len(asked) > number:
+                decode, attempt = next((d, a) for d, a in asked if a in d.worker.attempts)
+                decode.reserved(attempt)
+                return attempt
+            await asyncio.sleep(0.01)
+
+
+async def who_reserved(decodes: list[FakeWorker], *known: str) -> FakeWorker:
+    async with asyncio.timeout(5):
+        while True:
+            for decode in decodes:
+                if set(decode.channel.of_kind("reserve")) - set(known):
+                    return decode
+            await asyncio.sleep(0.001)
+
+
+async def who_prefills(prefills: list[FakeWorker], attempt: str) -> FakeWorker:
+    async with asyncio.timeout(5):
+        while True:
+            for prefill in prefills:
+                if attempt in prefill.channel.of_kind("prefill"):
+                    return prefill
+            await asyncio.sleep(0.001)
+
+
+async def next_attempt(
+    prefills: list[FakeWorker], decodes: list[FakeWorker], *known: str
+) -> tuple[FakeWorker, FakeWorker, str]:
+    """Drives the next attempt up to prefill's acceptance: (decode, prefill, attempt id)."""
+    decode = await who_reserved(decodes, *known)
+    (attempt,) = set(decode.channel.of_kind("reserve")) - set(known)
+    decode.reserved(attempt)
+    prefill = await who_prefills(prefills, attempt)
+    prefill.accepted(attempt)
+    return decode, prefill, attempt
