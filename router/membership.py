@@ -127,9 +127,7 @@ class Membership:
 
     def candidates(self, role: Role) -> list[Worker]:
         """Workers that may get new work: heard of lately, and not only that they are there."""
-        return [
-            w for w in self.of_role(role) if w.has_reported and w.silence_s() <= self._config.suspect_timeout
-        ]
+        return [w for w in self.of_role(role) if w.has_reported and w.silence_s() <= self._config.suspect_timeout]
 
     @property
     def is_ready(self) -> bool:
