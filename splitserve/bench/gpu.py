@@ -126,7 +126,7 @@ def _ask_cluster(
     with local_cluster(description.directory, flags, log_file, _READY_S) as cluster:
         outputs = tokens.from_cluster(cluster.target, prompts, plan.max_tokens)
         shown = ("role", "device", "transport", "kv_bytes_sent", "kv_bytes_received", "recompute_exact")
-        return outputs, [{name: worker[name] for name in shown} for worker in cluster.state()["workers"]]
+        return outputs, [{name: worker[name] for name in shown} for worker in cluster.idle_state()["workers"]]
 
 
 def _prompts(description: ModelDescription, plan: _Plan) -> list[list[int]]:

@@ -17,6 +17,7 @@ from splitserve.service.ports import LOOPBACK, claim
 
 _POLL_S = 0.2
 _STOP_S = 20.0
+_IDLE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,18 @@ class LocalCluster:
         """The body of /cluster."""
         body: dict[str, Any] = _get(f"{self.url}/cluster").raise_for_status().json()
         return body
+
+    def idle_state(self) -> dict[str, Any]:
+        """The same once no worker holds a block for a request: what workers count arrives a moment after the answers.
+
+        Raises Internal when they go on holding some.
+        """
+        deadline = time.monotonic() + _IDLE_S
+        while (state := self.state())["pool"]["in_use"] + state["pool"]["reserved"] > 0:
+            if time.monotonic() > deadline:
+                raise Internal(f"blocks are still held {_IDLE_S:g} s after the last answer: {state['pool']}")
+            time.sleep(_POLL_S)
+        return state
 
 
 @contextmanager

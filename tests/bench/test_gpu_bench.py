@@ -190,6 +190,20 @@ def test_cluster_that_does_not_start_is_waited_for_or_left_behind(
     assert process.signals == [2]
 
 
+def test_workers_are_shown_before_they_have_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last bytes are told after the last token; blocks that nobody gives back are a fault."""
+    monkeypatch.setattr(local_cluster, "_POLL_S", 0.001)
+    monkeypatch.setattr(local_cluster, "_IDLE_S", 0.5)
+    states = [{"pool": {"in_use": n, "reserved": m}, "workers": [n]} for n, m in ((2, 1), (1, 0), (0, 1), (0, 0))]
+    coming = iter(states)
+    monkeypatch.setattr(local_cluster.LocalCluster, "state", lambda _: next(coming))
+    cluster = local_cluster.LocalCluster("", "")
+    assert cluster.idle_state() is states[-1]
+    monkeypatch.setattr(local_cluster.LocalCluster, "state", lambda _: states[0])
+    with pytest.raises(Internal, match="blocks are still held"):
+        cluster.idle_state()
+
+
 def test_gpu_tables_hide_a_difference(capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
