@@ -57,6 +57,8 @@ class DecodeEngine(EngineBase):
             case messages.EndSession(session=session):
                 for orphan in self._reservations.attempts_of(session) | self._running.attempts_of(session):
                     self._release(orphan, "the router is gone")
+            case messages.Drain(timeout_s=timeout_s):
+                self._begin_drain(timeout_s)
             case messages.SetPeers():
                 pass  # A sink dials nobody: sources come to its endpoint.
             case events.TransferComplete():
@@ -82,7 +84,8 @@ class DecodeEngine(EngineBase):
         self._publish(messages.Reserved(session=reservation.session, attempt=reservation.attempt, ticket=ticket))
 
     def _refusal(self, start: messages.Start) -> Refusal | None:
-        return start_problem(start, self._runner.vocab_size) or admit(
+        problem = self._draining_refusal() or start_problem(start, self._runner.vocab_size)
+        return problem or admit(
             len(start.token_ids),
             len(start.samples),
             self._room(),
@@ -219,6 +222,17 @@ class DecodeEngine(EngineBase):
         for reservation in self._reservations.expired(now):
             what = "no other ticket was asked for" if reservation.phase is Phase.PARKED else "its blocks did not arrive"
             self._end(reservation, Reason.TIMEOUT, f"{what} in time")
+        self._continue_drain(now)
+
+    def is_empty(self) -> bool:
+        return len(self._running) + len(self._reservations) == 0
+
+    def end_all(self, reason: Reason, message: str) -> None:
+        for sequence in list(self._running):
+            if sequence in self._running:  # it may have ended with a sibling
+                self._end(sequence, reason, message)
+        for reservation in self._reservations:
+            self._end(reservation, reason, message)
 
     # Steps
 
@@ -292,7 +306,7 @@ class DecodeEngine(EngineBase):
         )
 
     def check(self) -> None:
-        if len(self._running) + len(self._reservations) > 0:
-            self._allocator.check()
-        else:
+        if self.is_empty():
             self._allocator.check_idle()
+        else:
+            self._allocator.check()

@@ -6,6 +6,7 @@ one for the same reservation.
 """
 
 import uuid
+from collections.abc import Iterator
 
 from decode_worker.scheduler import ReservationView
 from decode_worker.state import Phase, Reservation
@@ -28,6 +29,9 @@ class Reservations:
 
     def __len__(self) -> int:
         return len(self._by_attempt)
+
+    def __iter__(self) -> Iterator[Reservation]:
+        return iter(list(self._by_attempt.values()))
 
     def __contains__(self, attempt: str) -> bool:
         return attempt in self._by_attempt

@@ -47,6 +47,8 @@ class PrefillEngine(EngineBase):
             case messages.EndSession(session=session):
                 for orphan in [a for a in self._attempts.values() if a.session == session]:
                     self._release(orphan, "the router is gone")
+            case messages.Drain(timeout_s=timeout_s):
+                self._begin_drain(timeout_s)
             case messages.SetPeers(endpoints=endpoints):
                 self._agent.set_peers(endpoints)
             case events.TransferAcked(transfer_id=transfer_id):
@@ -61,7 +63,8 @@ class PrefillEngine(EngineBase):
         if command.attempt in self._attempts:
             return
         start = command.start
-        if refusal := start_problem(start, self._runner.vocab_size) or admit(len(start.token_ids), self._room()):
+        problem = self._draining_refusal() or start_problem(start, self._runner.vocab_size)
+        if refusal := problem or admit(len(start.token_ids), self._room()):
             self._refuse(command, refusal)
             return
         token_ids = start.token_ids
@@ -148,6 +151,14 @@ class PrefillEngine(EngineBase):
         for attempt in self._attempts.values():
             if now > attempt.deadline and not attempt.released:
                 self._end(attempt, Reason.TIMEOUT, "the prefill deadline passed")
+        self._continue_drain(now)
+
+    def is_empty(self) -> bool:
+        return not self._attempts
+
+    def end_all(self, reason: Reason, message: str) -> None:
+        for attempt in self._attempts.values():
+            self._end(attempt, reason, message)
 
     # Steps
 
@@ -264,7 +275,7 @@ class PrefillEngine(EngineBase):
         )
 
     def check(self) -> None:
-        if self._attempts:
-            self._allocator.check()
-        else:
+        if self.is_empty():
             self._allocator.check_idle()
+        else:
+            self._allocator.check()

@@ -95,7 +95,7 @@ class Router:
             log.error("cannot listen", reason=str(error))
             return EXIT_CONFIG
         log.info("listening", grpc=grpc_port, http=http.port, internal=internal_port)
-        await first_of(self._membership.watch(), stop.wait())
+        await first_of(self._membership.watch(), stop.wait(), stop.wait_for_drain())
         log.info("stopping", reason=stop.reason)
         await asyncio.gather(self._public.stop(_STOP_GRACE_S), http.stop())
         await self._internal.stop(0)

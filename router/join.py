@@ -201,8 +201,11 @@ class ClusterServicer(pb_grpc.ClusterServiceServicer):
             worker.has_reported = True
             self._membership.changed()
         elif kind == "draining":
+            log.info("worker drains", worker=worker.worker_id, attempts=len(worker.attempts))
             worker.is_draining = True
             self._membership.changed()
+        elif kind == "leave":
+            self._membership.remove(worker, "it has drained")
         elif kind == "link_report":
             report = message.link_report
             # Of a peer that has left, a worker may still speak for a moment.

@@ -79,14 +79,19 @@ class Membership:
         """Any end of a session, clean or not: its attempts end. Idempotent."""
         if self._workers.get(worker.worker_id) is worker:
             del self._workers[worker.worker_id]
-            self._dead[worker.worker_id] = end
-            while len(self._dead) > _MAX_DEAD:
-                self._dead.popitem(last=False)
+            if not worker.is_draining:
+                self._note_death(worker, end)
             for other in self._workers.values():
                 other.links.pop(worker.worker_id, None)
-            log.warning("worker left", worker=worker.worker_id, reason=reason, attempts=len(worker.attempts))
+            write = log.info if worker.is_draining else log.warning
+            write("worker left", worker=worker.worker_id, reason=reason, attempts=len(worker.attempts))
         worker.lose(reason)
         self.changed()
+
+    def _note_death(self, worker: Worker, end: End) -> None:
+        self._dead[worker.worker_id] = end
+        while len(self._dead) > _MAX_DEAD:
+            self._dead.popitem(last=False)
 
     async def watch(self) -> None:
         """Takes a worker for dead that is silent, or whose step gets no further. Runs until cancelled."""
@@ -96,6 +101,9 @@ class Membership:
                     self.remove(worker, f"silent for {worker.silence_s():.1f} s", End.SILENT)
                 elif worker.load.step_age_s > self._config.stall_timeout:
                     reason = f"its step has got no further for {worker.load.step_age_s:.1f} s"
+                    self.remove(worker, reason, End.SILENT)
+                elif worker.load.idle_silence_s > self._config.stall_timeout:
+                    reason = f"its idle engine has been silent for {worker.load.silence_s:.1f} s"
                     self.remove(worker, reason, End.SILENT)
             await asyncio.sleep(_SWEEP_INTERVAL_S)
 
@@ -125,14 +133,23 @@ class Membership:
     def of_role(self, role: Role) -> list[Worker]:
         return [worker for worker in self._workers.values() if worker.role is role]
 
+    def staying(self, role: Role) -> list[Worker]:
+        """Workers that are here and not about to leave."""
+        return [worker for worker in self.of_role(role) if not worker.is_draining]
+
     def candidates(self, role: Role) -> list[Worker]:
-        """Workers that may get new work: heard of lately, and not only that they are there."""
-        return [w for w in self.of_role(role) if w.has_reported and w.silence_s() <= self._config.suspect_timeout]
+        """Workers that may get new work: heard of lately, front and engine, and not about to leave."""
+        return [worker for worker in self.staying(role) if worker.has_reported and not self._is_suspect(worker)]
+
+    def _is_suspect(self, worker: Worker) -> bool:
+        return max(worker.silence_s(), worker.load.idle_silence_s) > self._config.suspect_timeout
 
     @property
     def is_ready(self) -> bool:
-        """At least one prefill worker has a verified link to a decode worker that is here."""
-        return any(self._has_link(worker) for worker in self.of_role(Role.PREFILL))
+        """At least one prefill worker has a verified link to a decode worker, and both stay."""
+        sinks = {worker.worker_id for worker in self.staying(Role.DECODE)}
+        links = (link for source in self.staying(Role.PREFILL) for link in source.links.items())
+        return any(link.reachable and peer in sinks for peer, link in links)
 
     def _has_link(self, worker: Worker) -> bool:
         """Whether blocks can flow between this worker and some other that is here."""
@@ -145,12 +162,16 @@ class Membership:
         missing = [role.value for role in Role if not self.of_role(role)]
         if missing:
             return f"no {' and no '.join(missing)} worker has joined"
+        leaving = [role.value for role in Role if not self.staying(role)]
+        if leaving:
+            return f"every {' and every '.join(leaving)} worker is about to end"
         failures = sorted({link.detail for w in self for link in w.links.values() if not link.reachable})
         return "no pair of workers can exchange KV blocks" + (f": {'; '.join(failures)}" if failures else " yet")
 
     def limits(self) -> ClusterLimits:
         def roomiest(role: Role, max_tokens: Callable[[int, int, int], int]) -> int:
-            capacities = [worker.identity for worker in self.of_role(role)]
+            # Of those that leave only while there is nobody else: the next ones are likely to be alike.
+            capacities = [worker.identity for worker in self.staying(role) or self.of_role(role)]
             return max((max_tokens(c.num_blocks, c.block_size, c.max_model_len) for c in capacities), default=0)
 
         # A sequence may have to be computed anew by a prefill worker at any length, so the shorter role counts.
@@ -171,6 +192,8 @@ class Membership:
         return sum(len(worker.attempts) for worker in self.of_role(Role.DECODE))
 
     def state_of(self, worker: Worker) -> str:
+        if worker.is_draining:
+            return "draining"
         if self._has_link(worker):
             return "ready"
         opposite = Role.DECODE if worker.role is Role.PREFILL else Role.PREFILL

@@ -184,6 +184,11 @@ class LoadReport:
     silence_s: float = 0.0
     kv_messages_dropped: int = 0
 
+    @property
+    def idle_silence_s(self) -> float:
+        """0 within a step, which may be silent for long; an idle engine shows signs of life all the time."""
+        return 0.0 if self.step_age_s else self.silence_s
+
 
 @dataclass(frozen=True, slots=True)
 class Promise:
@@ -253,12 +258,16 @@ class Worker:
         return True
 
     def lose(self, message: str) -> None:
-        """The worker is gone: every attempt that this router has on it learns so. Idempotent."""
+        """The worker is gone: every attempt that this router has on it learns so. Idempotent.
+
+        One that was about to end has ended, whether or not it could say so.
+        """
         if self.is_lost:
             return
         self.is_lost = True
+        end = Ended(self.worker_id, Reason.DRAINING, message) if self.is_draining else None
         for mailbox in list(self.attempts.values()):
-            mailbox.deliver(WorkerLost(self.worker_id, message))
+            mailbox.deliver(end or WorkerLost(self.worker_id, message))
         self.attempts.clear()
         self.promises.clear()
         self.channel.close(message)

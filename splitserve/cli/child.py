@@ -50,12 +50,13 @@ class Child:
         self._output.cancel()
         return status
 
-    async def stop(self, grace_s: float, hurry: asyncio.Event) -> None:
-        """Asks it to end, and kills it after `grace_s` or as soon as `hurry` is set. It is gone when this returns."""
+    async def stop(self, number: signal.Signals, grace_s: float, hurry: asyncio.Event) -> None:
+        """Asks it to end by that signal, and kills it after `grace_s` or as soon as `hurry` is set. It is gone when
+        this returns."""
         waiters = [asyncio.ensure_future(self.wait()), asyncio.ensure_future(hurry.wait())]
         try:
             with suppress(ProcessLookupError):
-                self._process.terminate()
+                self._process.send_signal(number)
             await asyncio.wait(waiters, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self.kill()

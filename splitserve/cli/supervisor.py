@@ -65,19 +65,20 @@ class Supervisor:
         self._age_at_start_s = 0.0
         self._children: dict[str, Child] = {}
         self._stop = asyncio.Event()
+        self._stop_signal = signal.SIGINT
         self._hurry = asyncio.Event()
 
     async def run(self) -> None:
         """Returns after a signal, with every child gone; raises InvalidRequest or Internal where a start is hopeless.
 
-        SIGINT, SIGTERM and SIGHUP end it; a second one kills at once.
+        SIGINT and SIGHUP end it, SIGTERM lets what runs go on for a while; a second one kills at once.
         """
         self._age_at_start_s = process_age_s()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             # nohup asks for SIGHUP to be ignored. SIGINT may be ignored only because a script started us with "&".
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                loop.add_signal_handler(number, self.request_stop)
+                loop.add_signal_handler(number, self.request_stop, number)
         read_fd, write_fd = os.pipe()
         try:
             async with asyncio.TaskGroup() as group:
@@ -93,9 +94,12 @@ class Supervisor:
             os.close(read_fd)
             os.close(write_fd)
 
-    def request_stop(self) -> None:
+    def request_stop(self, number: signal.Signals = signal.SIGINT) -> None:
+        """Children drain on SIGTERM only: who presses Ctrl-C does not want to wait."""
         if self._stop.is_set():
             self._hurry.set()
+        elif number == signal.SIGTERM:
+            self._stop_signal = signal.SIGTERM
         self._stop.set()
 
     async def _keep(self, spec: ChildSpec, parent_fd: int) -> None:
@@ -123,7 +127,7 @@ class Supervisor:
         try:
             return await child.wait()
         except asyncio.CancelledError:
-            await child.stop(self._policy.grace_s, self._hurry)
+            await child.stop(self._stop_signal, self._policy.grace_s, self._hurry)
             raise
 
     def _raise_if_hopeless(self, child: Child, status: int, num_failures: int) -> None:

@@ -10,10 +10,14 @@ import uvloop
 
 
 class StopRequest:
-    """Set once, by whoever comes first; carries the exit status to use."""
+    """Set once, by whoever comes first; carries the exit status to use.
+
+    A drain may come before it: no new work, and what runs goes on for a while. Asked a second time it is a stop.
+    """
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
+        self._drain = asyncio.Event()
         self.status = 0
         self.reason = ""
 
@@ -22,21 +26,31 @@ class StopRequest:
             self.status, self.reason = status, reason
             self._event.set()
 
+    def drain(self, reason: str) -> None:
+        if self._drain.is_set():
+            self.set(f"{reason} again")
+        self._drain.set()
+
     def is_set(self) -> bool:
         return self._event.is_set()
 
     async def wait(self) -> None:
         await self._event.wait()
 
+    async def wait_for_drain(self) -> None:
+        """Until a drain is asked for; a stop without one ends no wait here."""
+        await self._drain.wait()
+
 
 def run_loop(main: Callable[[StopRequest], Coroutine[Any, Any, int]], parent_fd: int | None) -> int:
-    """Runs `main` on uvloop and returns its exit status; SIGINT, SIGTERM and the parent's end set its StopRequest."""
+    """Runs `main` on uvloop and returns its exit status. SIGTERM asks for a drain, and again for a stop; SIGINT and the
+    parent's end stop it at once."""
 
     async def supervised() -> int:
         stop = StopRequest()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop.set, signal.Signals(number).name)
+        loop.add_signal_handler(signal.SIGTERM, stop.drain, signal.SIGTERM.name)
+        loop.add_signal_handler(signal.SIGINT, stop.set, signal.SIGINT.name)
         if parent_fd is not None:
             _stop_at_end_of(parent_fd, stop)
         return await main(stop)

@@ -8,6 +8,7 @@ inherited descriptors and takes its exit for the worker's death.
 import argparse
 import os
 import queue
+import signal
 import socket
 import sys
 import threading
@@ -66,6 +67,8 @@ def run_engine(make_engine: Callable[[EngineContext], RoleEngine], role: str) ->
     parser.add_argument("--clock-fd", type=int, required=True)
     arguments = parser.parse_args()
     end_with_parent()
+    # Who signals all processes of a worker means its front, which lets the engine finish or ends it.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     configure_logging(f"{role}-engine")
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     link = EngineLink(socket.socket(fileno=arguments.link_fd))

@@ -37,6 +37,9 @@ _WATCH_INTERVAL_S = 0.5
 _OWN_STANDSTILL_S = 1.0
 _STOP_GRACE_S = 3.0
 _LAST_WORDS_S = 0.5
+# An engine whose drain is over still waits for the transfers that it has ended.
+_DRAIN_SLACK_S = 2.0
+_LEAVE_S = 1.0
 
 
 class Role(enum.Enum):
@@ -101,6 +104,8 @@ class Front:
         self._http: WorkerHttp
         self._load: messages.Load
         self._links: dict[str, messages.LinkReport] = {}
+        self._is_draining = False
+        self._drained = asyncio.Event()
 
     async def run(self, stop: StopRequest) -> int:
         before_engine_s = process_age_s()
@@ -137,7 +142,7 @@ class Front:
                         stop.set("the engine process ended during start-up", 1)
                         return
 
-        await first_of(await_ready(), stop.wait())
+        await first_of(await_ready(), stop.wait(), stop.wait_for_drain())
         if ready is None and stop.status:
             log.error("start-up failed", reason=stop.reason)
         return ready
@@ -155,7 +160,7 @@ class Front:
             self._on_router_end,
             rejoin_interval_s=self._config.rejoin_interval,
         )
-        self._http = WorkerHttp(ready, self._joined_routers)
+        self._http = WorkerHttp(ready, self._joined_routers, lambda: self._is_draining)
         async with self._http.serving(self._config.bind, self._config.http_port) as port:
             log.info(
                 "ready",
@@ -165,7 +170,26 @@ class Front:
                 kv=ready.kv_endpoint.tcp,
                 startup=startup_line(process_age_s(), ready.startup, _details(ready)),
             )
-            await first_of(self._joiner.run(), self._read_reports(stop), self._watch(stop), stop.wait())
+            await first_of(
+                self._joiner.run(), self._read_reports(stop), self._watch(stop), self._drain(stop), stop.wait()
+            )
+
+    async def _drain(self, stop: StopRequest) -> None:
+        """When asked to: no new work, what is here goes on for a while, and every router hears that it is over."""
+        await stop.wait_for_drain()
+        timeout_s = self._config.drain_timeout
+        log.info("draining", timeout_s=timeout_s)
+        self._is_draining = True
+        self._joiner.join_no_more()
+        self._engine.link.send(messages.Drain(timeout_s=timeout_s))
+        self._joiner.send(pb.WorkerMessage(draining=pb.Draining(timeout_s=timeout_s)))
+        try:
+            async with asyncio.timeout(timeout_s + _DRAIN_SLACK_S):
+                await self._drained.wait()
+        except TimeoutError:
+            log.warning("the engine does not let go of all that it has")
+        await self._joiner.leave(_LEAVE_S)
+        stop.set("drained")
 
     # From the engine
 
@@ -190,14 +214,20 @@ class Front:
                 self._http.count(report)
             case messages.Progress(text=text):
                 log.info("engine", step=text)
-            case messages.Ready() | messages.StartFailed() | messages.Drained():
+            case messages.Drained():
+                self._drained.set()
+            case messages.Ready() | messages.StartFailed():
                 log.error("unexpected report", type=type(report).__name__)
             case _:
-                if isinstance(report, messages.FirstTokens | messages.StepTokens):
-                    self._http.count(report)
-                receiver = self._joiner.connections.get(report.session)
-                if receiver is not None:
-                    receiver.send(translate.to_worker_message(report))
+                self._pass_on(report)
+
+    def _pass_on(self, report: messages.AttemptReport) -> None:
+        """To the router whose attempt it is about, if that is still there."""
+        if isinstance(report, messages.FirstTokens | messages.StepTokens):
+            self._http.count(report)
+        receiver = self._joiner.connections.get(report.session)
+        if receiver is not None:
+            receiver.send(translate.to_worker_message(report))
 
     async def _watch(self, stop: StopRequest) -> None:
         """Ends the worker when a step makes no progress for its limit, or an idle engine shows no sign of life. The

@@ -13,11 +13,14 @@ from splitserve.worker import messages
 
 
 class WorkerHttp:
-    """`routers` names the routers that this worker has joined; it is ready while there is one."""
+    """`routers` names the routers that this worker has joined; it is ready while there is one and it does not drain."""
 
-    def __init__(self, ready: messages.Ready, routers: Callable[[], Sequence[str]]) -> None:
+    def __init__(
+        self, ready: messages.Ready, routers: Callable[[], Sequence[str]], is_draining: Callable[[], bool]
+    ) -> None:
         self._ready = ready
         self._routers = routers
+        self._is_draining = is_draining
         self._registry = new_registry()
         self._metrics = WorkerMetrics(self._registry, ready.fingerprint.model)
         self._metrics.set_start(ready.startup, msgspec.structs.asdict(ready.memory))
@@ -42,7 +45,9 @@ class WorkerHttp:
         async def ready() -> JSONResponse:
             routers = list(self._routers())
             status = "ready" if routers else "no router has been joined"
-            return JSONResponse({"status": status, "routers": routers}, status_code=200 if routers else 503)
+            if self._is_draining():
+                status = "draining"
+            return JSONResponse({"status": status, "routers": routers}, 200 if status == "ready" else 503)
 
         @app.get("/metrics")
         async def metrics() -> Response:

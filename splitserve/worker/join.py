@@ -5,7 +5,7 @@ Lives on the front's event loop. Workers dial and routers never do, so no client
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import grpc
 import grpc.aio
@@ -36,6 +36,7 @@ class RouterConnection:
         self.address = address
         self.router_id = ""
         self.peers: list[pb.Peer] = []
+        self.has_ended = asyncio.Event()
         self._hello = hello
         self._heartbeat = heartbeat
         self._outgoing: asyncio.Queue[pb.WorkerMessage] = asyncio.Queue()
@@ -125,6 +126,7 @@ class Joiner:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._router_ids: dict[str, str] = {}
         self._next_session = 1
+        self._is_dialling = True
         self.connections: dict[int, RouterConnection] = {}
 
     async def run(self) -> None:
@@ -132,7 +134,7 @@ class Joiner:
         try:
             while True:
                 for address in await self._resolve():
-                    if address not in self._tasks and not self._is_alias(address):
+                    if self._is_dialling and address not in self._tasks and not self._is_alias(address):
                         self._dial(address)
                 await asyncio.sleep(2 * self._rejoin_interval_s)
         finally:
@@ -176,12 +178,38 @@ class Joiner:
             log.exception("the connection failed", router=address)
         finally:
             del self.connections[connection.session]
+            connection.has_ended.set()
             self._on_end(connection)
         await asyncio.sleep(self._rejoin_interval_s)
 
+    @property
+    def _joined(self) -> list[RouterConnection]:
+        return [connection for connection in self.connections.values() if connection.is_joined]
+
+    def join_no_more(self) -> None:
+        """From now on no router is dialled; where a welcome has not come yet, it is too late."""
+        self._is_dialling = False
+        for connection in self.connections.values():
+            if not connection.is_joined:
+                self._tasks[connection.address].cancel()
+
+    def send(self, message: pb.WorkerMessage) -> None:
+        """To every router."""
+        for connection in self._joined:
+            connection.send(message)
+
+    async def leave(self, timeout_s: float) -> None:
+        """Says that nothing is left here. Routers answer by ending the stream, which shows that they have read all."""
+        joined = self._joined
+        self.send(pb.WorkerMessage(leave=pb.Leave()))
+        await _within(timeout_s, *(connection.has_ended.wait() for connection in joined))
+
     async def flush(self, timeout_s: float) -> None:
         """Lets the last words out before the streams are closed, but does not wait long for a router to read them."""
-        joined = [connection.flush() for connection in self.connections.values() if connection.is_joined]
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await asyncio.gather(*joined)
+        await _within(timeout_s, *(connection.flush() for connection in self._joined))
+
+
+async def _within(timeout_s: float, *awaitables: Awaitable[object]) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await asyncio.gather(*awaitables)

@@ -316,11 +316,8 @@ class Load(Message, frozen=True):
 Countable = TransferReport | CacheLookup | Ignored | FirstTokens | StepTokens
 "What the front's metrics count."
 
-Report = (
-    Progress
-    | StartFailed
-    | Ready
-    | Reserved
+AttemptReport = (
+    Reserved
     | Accepted
     | AlreadyRunning
     | TransferLost
@@ -329,6 +326,14 @@ Report = (
     | FirstTokens
     | StepTokens
     | AttemptEnded
+)
+"What is for the router of one session."
+
+Report = (
+    Progress
+    | StartFailed
+    | Ready
+    | AttemptReport
     | LinkReport
     | TransferReport
     | CacheLookup

@@ -27,6 +27,9 @@ class EngineBase(ABC):
         self._eos_token_ids = frozenset(context.description.eos_token_ids)
         self._allocator = BlockAllocator(context.runner.pool.num_blocks)
         self._last_load: messages.Load | None = None
+        # While it drains: until when; after that, nothing more is to be ended.
+        self._drains_until: float | None = None
+        self._is_draining = False
 
     @abstractmethod
     def load(self) -> messages.Load:
@@ -78,6 +81,33 @@ class EngineBase(ABC):
     def _count_lookup(self, num_tokens: int, num_cached_tokens: int) -> None:
         if self._has_cache:
             self._publish(messages.CacheLookup(num_tokens=num_tokens, num_cached_tokens=num_cached_tokens))
+
+    # Draining
+
+    @abstractmethod
+    def is_empty(self) -> bool:
+        """Whether no attempt is here, nor anything of one that has ended."""
+
+    @abstractmethod
+    def end_all(self, reason: Reason, message: str) -> None:
+        """Ends every attempt that is here; their routers are told."""
+
+    def _begin_drain(self, timeout_s: float) -> None:
+        self._is_draining = True
+        self._drains_until = self._context.clock() + timeout_s
+
+    def _draining_refusal(self) -> Refusal | None:
+        return Refusal(Reason.DRAINING, "this worker is about to end") if self._is_draining else None
+
+    def _continue_drain(self, now: float) -> None:
+        """Says once that nothing is left; what takes too long is ended before."""
+        if self._drains_until is None:
+            return
+        if now > self._drains_until:
+            self.end_all(Reason.DRAINING, "this worker ends")
+        if self.is_empty():
+            self._drains_until = None
+            self._publish(messages.Drained())
 
     # Refusing and ending
 

@@ -126,6 +126,23 @@ def test_signal_left_a_process_or_a_bad_exit_status(start: Callable[..., Up], nu
     assert [pid for pid in up.pids() if is_alive(pid)] == []
 
 
+@pytest.mark.parametrize(
+    ("number", "passed_on"),
+    [(signal.SIGINT, "SIGINT"), (signal.SIGHUP, "SIGINT"), (signal.SIGTERM, "SIGTERM")],
+    ids=lambda value: str(value),
+)
+def test_ctrl_c_waits_for_streams_or_sigterm_does_not(start: Callable[..., Up], number: int, passed_on: str) -> None:
+    """Roles drain on SIGTERM and end at once on SIGINT."""
+    up = start()
+    up.wait_for("The cluster is ready")
+    for role in ("decode", "prefill"):
+        up.wait_for(f"{role} is up")
+    up.process.send_signal(number)
+    assert up.end() == 0
+    for role in ("router", "prefill", "decode"):
+        assert [path.suffix for path in up.directory.glob(f"{role}.SIG*")] == [f".{passed_on}"]
+
+
 def test_ready_cluster_hid_what_its_start_took(start: Callable[..., Up], tmp_path: Path) -> None:
     up = start(env={"FAKE_ROUTER": "patient", "FAKE_PREFILL": "telling"})
     up.wait_for("prefill is up")

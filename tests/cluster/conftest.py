@@ -41,7 +41,9 @@ def pair(_one_pair: Cluster) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def _two_by_three(tiny: Callable[[str], Path]) -> Iterator[Cluster]:
-    cluster = Cluster(tiny("gemma2"), prefill=2, decode=3, max_num_batched_tokens=48)
+    # A drain is tested that is too short for what runs on decode, and one that is not on prefill.
+    short = {"drain_timeout": "0.1s"}
+    cluster = Cluster(tiny("gemma2"), prefill=2, decode=3, max_num_batched_tokens=48, decode_flags=short)
     yield cluster
     cluster.close()
 

@@ -1,9 +1,9 @@
 """A router or worker that does nothing but live and die as told; run as `python -P -m fake_<role>`.
 
-It records each start as `$FAKE_DIR/<role>.<pid>` with its command line. `$FAKE_<ROLE>` says how it behaves:
-"" lives on; "config" refuses its settings; "crash" dies at once; "stubborn" ignores SIGTERM; "parent" has a child of
-its own, recorded as `grandchild.<pid>`; "chatty" writes a very long line and half a line; "telling" logs how it
-started; a "patient" router is not ready before `$FAKE_DIR/go` is there.
+It records each start as `$FAKE_DIR/<role>.<pid>` with its command line, and what asks it to end as `<role>.<signal>`.
+`$FAKE_<ROLE>` says how it behaves: "" lives on; "config" refuses its settings; "crash" dies at once; "stubborn" ignores
+what asks it to end; "parent" has a child of its own, recorded as `grandchild.<pid>`; "chatty" writes a very long line
+and half a line; "telling" logs how it started; a "patient" router is not ready before `$FAKE_DIR/go` is there.
 """
 
 import json
@@ -38,6 +38,11 @@ def end_with_parent(fd: int) -> None:
     os._exit(0)
 
 
+def end_by(role: str, number: signal.Signals) -> None:
+    record(f"{role}.{number.name}")
+    os._exit(0)
+
+
 def behave(role: str) -> None:
     behaviour = os.environ.get(f"FAKE_{role.upper()}", "")
     if behaviour == "config":
@@ -47,7 +52,8 @@ def behave(role: str) -> None:
         print("out of luck", file=sys.stderr, flush=True)
         os._exit(3)
     if behaviour == "stubborn":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
     if behaviour == "parent":
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         record(f"grandchild.{child.pid}")
@@ -65,6 +71,8 @@ def record(name: str) -> None:
 
 
 def main(role: str) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: end_by(role, signal.Signals(number)))
     record(f"{role}.{os.getpid()}")
     threading.Thread(target=end_with_parent, args=(int(flag("--parent-fd")),), daemon=True).start()
     behave(role)
