@@ -7,6 +7,7 @@ the number of threads, because every item of work is computed whole by one of th
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -117,7 +118,7 @@ class CpuAttentionPlan:
         self._widths = geometry.head_dim, query_width, key_width, self._dtype.itemsize
         self._pool = _elements(pool.tensor.flatten())
         self._blocks, self._offsets = batch.slot_blocks.numpy(), batch.slot_offsets.numpy()
-        self._tables = np.array([block for segment in batch.segments for block in segment.block_table], np.int32)
+        self._tables = np.fromiter(chain.from_iterable(segment.block_table for segment in batch.segments), np.int32)
         parts = divide(make_items(batch, geometry, backend.num_threads), backend.num_threads)
         self._items = np.array([item for part in parts for item in part], np.int64)
         ends = np.cumsum([len(part) for part in parts]).tolist()

@@ -75,7 +75,7 @@ def check_segment(segment: Segment, *, block_size: int, num_blocks: int, vocab_s
         raise ValueError(
             f"a block table of {len(segment.block_table)} blocks of {block_size} tokens does not cover {segment.end}"
         )
-    if not all(0 <= block < num_blocks for block in segment.block_table):
+    if min(segment.block_table) < 0 or max(segment.block_table) >= num_blocks:
         raise ValueError(f"the block table {list(segment.block_table)} leaves a pool of {num_blocks} blocks")
 
 

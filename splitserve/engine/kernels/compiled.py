@@ -7,10 +7,11 @@ life of the process, which is the only state here.
 
 import platform
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from hashlib import sha256
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ _ELEMENTS = {"bfloat16": np.uint16, "float32": np.float32}
 
 @dataclass(frozen=True)
 class Kernels:
-    """`attention.attend`, `paging.store_tokens` and all of `layers` for one dtype of model and pool.
+    """Functions of these names, from `attention`, `paging` or else `layers`, for one dtype of model and pool.
 
     `elements` is some array of that dtype: kernels that are given addresses alone learn from it what lies there.
     """
@@ -44,6 +45,9 @@ class Kernels:
     normalize_heads: Callable[..., None]
     rotate_heads: Callable[..., None]
     gate_rows: Callable[..., None]
+
+
+_MODULES = {"attend": attention, "store_tokens": paging}
 
 
 _compiled: dict[str, Kernels] = {}
@@ -104,29 +108,22 @@ class _Announcement(Listener):
 
 def _compile(dtype: str, *, is_cached: bool) -> Kernels:
     """Compiles for the types of example arguments; what is in them does not matter."""
-    pool, integers = np.zeros(1, _ELEMENTS[dtype]), np.zeros(1, np.int64)
-    tables, scratch, number = np.zeros(1, np.int32), np.zeros(1, np.float32), np.float32(1)
-    items = np.zeros((1, len(attention.Item._fields)), np.int64)
-    attend = (items, 0, 1, tables, pool, integers, 0, number, number, 1, 0, 1, 1, 0, scratch)
-    store_tokens = (pool, integers, 0, integers, integers, 0, 1, 1, 0, 1, 1)
-    # Numbers of rows, sizes and addresses are integers; of a norm there is an epsilon.
-    return Kernels(
-        elements=pool,
-        attend=_compile_one(attention.attend, attend, is_cached),
-        store_tokens=_compile_one(paging.store_tokens, store_tokens, is_cached),
-        normalize_rows=_compile_one(layers.normalize_rows, (pool, 0, 1, 0, 0, 0, 1, 0.0), is_cached),
-        add_and_normalize_rows=_compile_one(layers.add_and_normalize_rows, (pool, 0, 1, 0, 0, 0, 0, 1, 0.0), is_cached),
-        normalize_heads=_compile_one(layers.normalize_heads, (pool, 0, 1, 0, 1, 0, 1, 1, 0.0), is_cached),
-        rotate_heads=_compile_one(layers.rotate_heads, (pool, 0, 1, 0, 1, 1, 1, 0, 0), is_cached),
-        gate_rows=_compile_one(layers.gate_rows, (pool, 0, 1, 0, 0, 1), is_cached),
-    )
+    elements, integers = np.zeros(1, _ELEMENTS[dtype]), np.zeros(1, np.int64)
+    arrays = {"sizes": integers, "blocks": integers, "offsets": integers, "tables": np.zeros(1, np.int32)}
+    arrays |= {"items": np.zeros((1, 1), np.int64), "scratch": np.zeros(1, np.float32)}
+    numbers = {"factor": np.float32(1), "softcap": np.float32(1), "epsilon": 1.0}
+    examples = {"pool": elements, "elements": elements, **arrays, **numbers}
+    names = [field.name for field in fields(Kernels) if field.name != "elements"]
+    functions = {name: getattr(_MODULES.get(name, layers), name) for name in names}
+    return Kernels(elements, **{name: _compile_one(each, examples, is_cached) for name, each in functions.items()})
 
 
-def _compile_one(function: Callable[..., None], examples: tuple[Any, ...], is_cached: bool) -> Callable[..., None]:
+def _compile_one(function: Callable[..., None], examples: Mapping[str, Any], is_cached: bool) -> Callable[..., None]:
+    """`examples` by the parameters' names; the others are whole numbers: counts, places, addresses."""
     dispatcher = njit(function, nogil=True, error_model="numpy")
     if is_cached:
         dispatcher.enable_caching()
-    dispatcher.compile(tuple(numba.typeof(example) for example in examples))
+    dispatcher.compile(tuple(numba.typeof(examples.get(name, 0)) for name in signature(function).parameters))
     dispatcher.disable_compile()
     compiled: Callable[..., None] = dispatcher
     return compiled
