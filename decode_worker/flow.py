@@ -52,8 +52,8 @@ class DecodeEngine(EngineBase):
                 self._reserve(item)
             case messages.Renew():
                 self._renew(item)
-            case messages.Release(attempt=attempt):
-                self._release(attempt, "released by the router")
+            case messages.Release(attempt=attempt, reason=reason):
+                self._release(attempt, f"released by the router: {reason}")
             case messages.EndSession(session=session):
                 for orphan in self._reservations.attempts_of(session) | self._running.attempts_of(session):
                     self._release(orphan, "the router is gone")
@@ -69,7 +69,8 @@ class DecodeEngine(EngineBase):
                 log.warning("unexpected message", type=type(item).__name__)
 
     def _reserve(self, command: messages.Reserve) -> None:
-        if command.attempt in self._reservations or self._running.of_attempt(command.attempt):
+        attempt = command.attempt
+        if attempt in self._reservations or attempt in self._ended or self._running.of_attempt(attempt):
             self._ignore(command)
             return
         if refusal := self._refusal(command.start):
@@ -193,6 +194,7 @@ class DecodeEngine(EngineBase):
             problem = "no block for the tokens that have come since"
         if problem is not None:
             self._reservations.free(reservation)
+            self._ended.add(reservation.attempt)
             self._refuse(command, Refusal(Reason.NO_ROOM, problem))
             return
         self._open(reservation, command.timeout_s)
@@ -201,6 +203,7 @@ class DecodeEngine(EngineBase):
 
     def _release(self, attempt: str, reason: str) -> None:
         """Lets everything of an attempt go; blocks under way come back with their transfer's end."""
+        self._ended.add(attempt)
         self._reservations.close(attempt, reason)
         for sequence in self._running.of_attempt(attempt):
             self._running.drop(sequence)
@@ -291,9 +294,14 @@ class DecodeEngine(EngineBase):
             sequence.token_ids.append(token.token_id)
             by_session[sequence.session].append(msgspec.structs.replace(token, attempt=sequence.attempt))
             if token.finish_reason:
-                self._running.drop(sequence)
+                self._finish(sequence)
         for session, tokens in by_session.items():
             self._publish(messages.StepTokens(session=session, tokens=tokens))
+
+    def _finish(self, sequence: Sequence) -> None:
+        self._running.drop(sequence)
+        if not self._running.of_attempt(sequence.attempt):
+            self._ended.add(sequence.attempt)
 
     def load(self) -> messages.Load:
         return load_report(

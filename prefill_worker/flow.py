@@ -10,14 +10,17 @@ import structlog
 import torch
 
 from kvtransfer import events
+from kvtransfer.ticket import Ticket
 from prefill_worker.prompt_logprobs import MAX_SCORED_TOKENS, score_chunk
 from prefill_worker.scheduler import Chunk, PromptView, admit, plan_step, tokens_ahead
 from prefill_worker.state import PrefillAttempt
 from splitserve.engine.batch import Segment
 from splitserve.engine.block_keys import KeyChain
 from splitserve.engine.history import TokenHistory
+from splitserve.service.errors import SplitserveError
 from splitserve.service.reasons import Reason
 from splitserve.worker import messages
+from splitserve.worker.admission import Refusal
 from splitserve.worker.engine_setup import EngineContext
 from splitserve.worker.load import load_report
 from splitserve.worker.payload import encode_finish
@@ -42,8 +45,9 @@ class PrefillEngine(EngineBase):
         match item:
             case messages.Prefill():
                 self._admit(item)
-            case messages.Release(attempt=attempt):
-                self._release(self._attempts.get(attempt), "released by the router")
+            case messages.Release(attempt=attempt, reason=reason):
+                self._ended.add(attempt)
+                self._release(self._attempts.get(attempt), f"released by the router: {reason}")
             case messages.EndSession(session=session):
                 for orphan in [a for a in self._attempts.values() if a.session == session]:
                     self._release(orphan, "the router is gone")
@@ -60,11 +64,11 @@ class PrefillEngine(EngineBase):
 
     def _admit(self, command: messages.Prefill) -> None:
         """Takes the prompt only if blocks for all of it are there now, so that what is admitted always finishes."""
-        if command.attempt in self._attempts:
+        if command.attempt in self._attempts or command.attempt in self._ended:
+            self._ignore(command)
             return
         start = command.start
-        problem = self._draining_refusal() or start_problem(start, self._runner.vocab_size)
-        if refusal := problem or admit(len(start.token_ids), self._room()):
+        if refusal := self._refusal(command) or self._open(command.ticket):
             self._refuse(command, refusal)
             return
         token_ids = start.token_ids
@@ -88,13 +92,26 @@ class PrefillEngine(EngineBase):
         )
         self._attempts[attempt.attempt] = attempt
         self._by_transfer[attempt.ticket.transfer_id] = attempt
-        self._agent.open(attempt.ticket)
         # Before the answer, so that a router never sees the answer without the room that it took.
         self.report_load()
         self._publish(messages.Accepted(session=command.session, attempt=command.attempt, num_cached_tokens=num_cached))
         if not is_scored:
             self._count_lookup(len(token_ids), num_cached)
         self._push_blocks(attempt, num_cached // self._layout.block_size)
+
+    def _refusal(self, command: messages.Prefill) -> Refusal | None:
+        if command.ticket.transfer_id in self._by_transfer:
+            return Refusal(Reason.INVALID, "its ticket is in use")
+        problem = self._draining_refusal() or start_problem(command.start, self._runner.vocab_size)
+        return problem or admit(len(command.start.token_ids), self._room())
+
+    def _open(self, ticket: Ticket) -> Refusal | None:
+        """Begins the transfer; a ticket that cannot be used costs its attempt and nobody else's."""
+        try:
+            self._agent.open(ticket)
+        except SplitserveError as error:
+            return Refusal(Reason.TRANSFER_FAILED, error.message)
+        return None
 
     def _take_blocks(self, num_tokens: int, keys: KeyChain, *, is_scored: bool) -> tuple[list[int], int]:
         """Blocks for all tokens, cached ones first, and how many tokens need not be computed: never all of them, and
@@ -145,6 +162,7 @@ class PrefillEngine(EngineBase):
         attempt = self._by_transfer.pop(transfer_id, None)
         if attempt is not None:
             del self._attempts[attempt.attempt]
+            self._ended.add(attempt.attempt)
             self._allocator.release(attempt.blocks)
 
     def expire(self, now: float) -> None:

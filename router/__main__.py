@@ -76,7 +76,7 @@ class Router:
                 has_chat_template=tokenizer.has_chat_template,
             )
         )
-        self._cluster = ClusterServicer(config, self._membership, uuid.uuid4().hex)
+        self._cluster = ClusterServicer(config, self._membership, uuid.uuid4().hex, metrics.count_ignored)
         self._internal: grpc.aio.Server
         metrics.watch_load(
             running=self._membership.num_running,

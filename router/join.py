@@ -5,7 +5,7 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 
 import grpc
 import grpc.aio
@@ -39,6 +39,9 @@ from splitserve.worker.contract import ticket_to_proto
 log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 _HELLO_TIMEOUT_S = 5.0
+
+# What a worker says that keeps blocks for an attempt and waits for more.
+_SAID_BY_A_HOLDER = frozenset({"reserved", "accepted", "transfer_lost", "already_running"})
 
 Context = grpc.aio.ServicerContext[pb.WorkerMessage, pb.RouterMessage]
 
@@ -104,8 +107,17 @@ class JoinChannel:
 
 
 class ClusterServicer(pb_grpc.ClusterServiceServicer):
-    def __init__(self, config: RouterConfig, membership: Membership, router_id: str) -> None:
+    """`count_ignored` is told the kind of each word that is about no attempt of ours."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        membership: Membership,
+        router_id: str,
+        count_ignored: Callable[[str], None] = lambda kind: None,
+    ) -> None:
         self._config = config
+        self._count_ignored = count_ignored
         self._membership = membership
         self._router_id = router_id
         self._sessions = itertools.count(1)
@@ -195,7 +207,8 @@ class ClusterServicer(pb_grpc.ClusterServiceServicer):
         kind = message.WhichOneof("body")
         if kind == "step_tokens":
             for token in message.step_tokens.tokens:
-                worker.hear(token.attempt_id, to_token(worker, token))
+                if not worker.hear(token.attempt_id, to_token(worker, token)):
+                    self._on_late_word(worker, token.attempt_id, kind)
         elif kind == "load":
             worker.load = to_load(message.load)
             worker.has_reported = True
@@ -215,5 +228,12 @@ class ClusterServicer(pb_grpc.ClusterServiceServicer):
         else:
             attempt_id, event = to_event(worker, message)
             if event is not None and not worker.hear(attempt_id, event):
-                log.debug("said about an attempt that has ended", worker=worker.worker_id, said=kind)
+                self._on_late_word(worker, attempt_id, str(kind))
             self._membership.changed()
+
+    def _on_late_word(self, worker: Worker, attempt_id: str, kind: str) -> None:
+        """The attempt has ended, or a message came again. A worker that still holds something for it is told."""
+        self._count_ignored(kind)
+        log.debug("said about no attempt of ours", worker=worker.worker_id, attempt=attempt_id, said=kind)
+        if kind in _SAID_BY_A_HOLDER:
+            worker.channel.release(attempt_id, "the router knows no such attempt")

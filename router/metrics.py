@@ -65,6 +65,12 @@ class RouterMetrics:
         requests = Counter("splitserve_requests", "Ended requests.", ["outcome", "model"], registry=registry)
         # Every outcome exists from the start, so that a rate over a rare one has a first point.
         self._requests = {outcome: requests.labels(outcome, model) for outcome in Outcome}
+        self._ignored = Counter(
+            "splitserve_messages_ignored",
+            "Words of workers about no attempt of this router: late ones, or said again.",
+            ["kind", "model"],
+            registry=registry,
+        )
         self._attempts = Counter(
             "splitserve_attempts",
             "Attempts started, by what made them necessary.",
@@ -82,6 +88,10 @@ class RouterMetrics:
     def count_attempt(self, reason: str) -> None:
         """`reason` is a word of a small fixed set: "first", or why the attempt before it ended."""
         self._attempts.labels(reason, self._model).inc()
+
+    def count_ignored(self, kind: str) -> None:
+        """`kind` names a message of `Join` that was about no attempt of this router."""
+        self._ignored.labels(kind, self._model).inc()
 
     def observe_stage(self, stage: Stage, seconds: float) -> None:
         self._stages[stage].observe(seconds)

@@ -121,6 +121,13 @@ class WorkerMetrics:
             ["model", "transport", "side", "reason"],
             registry=registry,
         )
+        self._kv_messages_dropped = Counter(
+            "splitserve_kv_messages_dropped",
+            "Late, repeated and unknown messages of KV transfers.",
+            ["model"],
+            registry=registry,
+        ).labels(model)
+        self._num_kv_messages_dropped = 0
         self._ignored = Counter(
             "splitserve_messages_ignored",
             "Commands that came late or again and changed nothing.",
@@ -158,6 +165,11 @@ class WorkerMetrics:
     def count_cache_lookup(self, *, num_tokens: int, num_cached_tokens: int) -> None:
         self._cache_queries.inc(num_tokens)
         self._cache_hits.inc(num_cached_tokens)
+
+    def set_kv_messages_dropped(self, total: int) -> None:
+        """Since the start of the worker."""
+        self._kv_messages_dropped.inc(total - self._num_kv_messages_dropped)
+        self._num_kv_messages_dropped = total
 
     def count_ignored(self, kind: str) -> None:
         """`kind` is the command's name."""

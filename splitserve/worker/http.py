@@ -64,6 +64,7 @@ class WorkerHttp:
             blocks_taken=load.blocks_in_use + load.blocks_reserved,
             blocks_total=self._ready.num_blocks,
         )
+        self._metrics.set_kv_messages_dropped(load.kv_messages_dropped)
 
     def count(self, report: messages.Countable) -> None:
         match report:

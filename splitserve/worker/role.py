@@ -10,6 +10,7 @@ from splitserve.engine.block_keys import KeyChain
 from splitserve.service.reasons import Reason
 from splitserve.worker import messages
 from splitserve.worker.admission import Refusal, Room
+from splitserve.worker.ended import EndedAttempts
 from splitserve.worker.engine_setup import EngineContext
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
@@ -27,6 +28,7 @@ class EngineBase(ABC):
         self._eos_token_ids = frozenset(context.description.eos_token_ids)
         self._allocator = BlockAllocator(context.runner.pool.num_blocks)
         self._last_load: messages.Load | None = None
+        self._ended = EndedAttempts()
         # While it drains: until when; after that, nothing more is to be ended.
         self._drains_until: float | None = None
         self._is_draining = False
@@ -121,4 +123,5 @@ class EngineBase(ABC):
     def _publish_end(self, session: int, attempt: str, reason: Reason, message: str, traceparent: str) -> None:
         """The router hears that the attempt is lost; the log keeps the trace that it belonged to."""
         log.warning("attempt ended", attempt=attempt, reason=reason.value, detail=message, traceparent=traceparent)
+        self._ended.add(attempt)
         self._publish(messages.AttemptEnded(session=session, attempt=attempt, reason=reason, message=message))
