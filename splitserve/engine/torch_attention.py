@@ -1,8 +1,9 @@
-"""The reference attention back end: plain torch operators, any device, exact under recomputation.
+"""The reference attention back end: plain torch operators, any device.
 
 Every query row walks the same KV tiles, at fixed absolute positions, one after the other with a running softmax in
-float32. The matmul of a tile has at least eight rows, from which on a row's bits do not depend on how many there are;
-so a token's result is the same alone, in a batch, in any chunk and in decode.
+float32. The matmul of a tile has at least eight rows. Where a row's bits do not depend from there on on how many there
+are, a token's result is the same alone, in a batch, in any chunk and in decode. So it is with MKL on processors with
+AVX-512, and not on those with AVX2 alone; the self-test at start finds out.
 """
 
 from collections.abc import Iterator, Sequence

@@ -21,10 +21,18 @@ from splitserve.engine.packing import pack
 from splitserve.engine.torch_attention import TorchAttention
 from tests.compiled import KERNEL_FOLDER
 from tests.engine.attention_cases import Problem, compute, expected, make_problem, poisoned_pool
+from tests.exactness import why_batched_matmul_is_not_exact
 
 BACKENDS = [CpuAttention(KERNEL_FOLDER), TorchAttention()]
 
 by_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+
+# The reference back end is as exact as the library's matmuls; ours has to be exact everywhere.
+_INEXACT = why_batched_matmul_is_not_exact()
+IF_EXACT = pytest.mark.skipif(bool(_INEXACT), reason=_INEXACT)
+by_exact_backend = pytest.mark.parametrize(
+    "backend", [BACKENDS[0], pytest.param(BACKENDS[1], marks=IF_EXACT)], ids=lambda backend: backend.name
+)
 
 # Relative to values of about 1: float32 sums of some hundred products, or an output rounded to bfloat16.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1.6e-2}
@@ -99,7 +107,8 @@ def test_scores_far_apart_become_nan() -> None:
 @st.composite
 def _plans(draw: st.DrawFn) -> tuple[Problem, list[list[tuple[int, int, int]]]]:
     """A problem and forwards that compute each sequence in any chunks, beside any of the others."""
-    lengths = draw(st.lists(st.integers(1, 150), min_size=1, max_size=4))
+    length = st.one_of(st.integers(1, 150), st.sampled_from([255, 256, 257, 420]))  # up to several tiles
+    lengths = draw(st.lists(length, min_size=1, max_size=4))
     problem = make_problem(
         lengths,
         seed=draw(st.integers(0, 99)),
@@ -125,9 +134,9 @@ def _plans(draw: st.DrawFn) -> tuple[Problem, list[list[tuple[int, int, int]]]]:
     return problem, forwards
 
 
-@by_backend
+@by_exact_backend
 @given(case=_plans())
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 def test_company_or_chunks_change_a_bit(
     backend: AttentionBackend, case: tuple[Problem, list[list[tuple[int, int, int]]]]
 ) -> None:
@@ -147,7 +156,7 @@ def test_company_or_chunks_change_a_bit(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@by_backend
+@by_exact_backend
 def test_long_context_changes_a_bit(backend: AttentionBackend, dtype: str) -> None:
     """More query rows than one item holds, and a prompt's last token again as a decode step."""
     problem = make_problem([900, 40], seed=11, dtype=dtype)
@@ -159,7 +168,7 @@ def test_long_context_changes_a_bit(backend: AttentionBackend, dtype: str) -> No
     assert torch.equal(torch.cat(chunked), whole)
 
 
-@by_backend
+@by_exact_backend
 def test_large_decode_batch_changes_a_bit(backend: AttentionBackend) -> None:
     """More sequences than are gathered together, of very different lengths: each beside all others, and alone."""
     lengths = [1 + 37 * index % 600 for index in range(70)]
@@ -183,7 +192,9 @@ def three_threads() -> Iterator[CpuAttention]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("make", [lambda: CpuAttention(KERNEL_FOLDER), TorchAttention], ids=["cpu", "torch"])
+@pytest.mark.parametrize(
+    "make", [lambda: CpuAttention(KERNEL_FOLDER), pytest.param(TorchAttention, marks=IF_EXACT)], ids=["cpu", "torch"]
+)
 def test_number_of_threads_changes_a_bit(make: Callable[[], AttentionBackend], request: pytest.FixtureRequest) -> None:
     problem = make_problem([500, 1, 90, 64], seed=13, heads_per_kv_head=4)
     chunks: Sequence[tuple[int, int, int]] = [(0, 0, 499), (2, 0, 89)]
