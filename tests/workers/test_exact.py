@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from splitserve.worker import messages
@@ -149,7 +149,8 @@ def test_anything_that_befalls_a_request_changes_a_bit(pairs: dict[int, Pair]) -
     require_exact(pairs[512].prefill.runner)
     known: dict[Request, Outcome] = {}
 
-    @settings(max_examples=25, deadline=None)
+    # A fate is short enough to read, and shrinking it takes longer than a test may.
+    @settings(max_examples=25, deadline=None, phases=(Phase.explicit, Phase.generate))
     @example(Fate(1, lone(33, "everything")))  # every matmul of every forward has one row to compute
     @example(Fate(512, lone(2 * B + 1, "greedy"), on_prefill=2, on_decode=2))  # one token is left to compute
     @example(Fate(512, lone(2 * B, "everything"), on_prefill=2, cut=3, next_budget=7))
