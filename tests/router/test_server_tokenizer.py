@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from router.join import JoinChannel
 from router.request import FinishReason, GenerationRequest, TokenEvent
+from router.translate import start_to_proto
 from router.worker import Start
 from splitserve.models.description import describe
 from splitserve.models.tokenizer import Tokenizer
 from splitserve.service.grpc_errors import from_rpc_error
+from splitserve.v1 import cluster_pb2 as cluster_pb
 from splitserve.v1 import inference_pb2 as pb
 from splitserve.worker.messages import Reserve
 from splitserve.worker.translate import to_command
@@ -102,11 +103,8 @@ async def test_a_prompt_is_tokenized_again_on_its_way(directory: Path, tmp_path:
 def ids_in_engine(start: Start | None) -> list[int]:
     """The prompt as a worker's engine gets it, through the stream's messages."""
     assert start is not None
-    channel = JoinChannel()
-    channel.reserve("attempt", start, 1.0, "")
-    message = channel.outgoing.get_nowait()
-    assert message is not None
-    command = to_command(message, 1)
+    message = cluster_pb.RouterMessage(reserve=cluster_pb.Reserve(start=start_to_proto(start)))
+    command = to_command(cluster_pb.RouterMessage.FromString(message.SerializeToString()), 1)
     assert isinstance(command, Reserve)
     return command.start.prompt_ids
 
