@@ -9,7 +9,7 @@ import structlog
 from fastapi import FastAPI
 
 from router.config import RouterConfig
-from router.dispatcher import ClusterDispatcher
+from router.dispatcher import DRAINING, ClusterDispatcher
 from router.grpc_server import SERVER_OPTIONS, InferenceServer, add_port
 from router.http import create_app
 from router.join import ClusterServicer
@@ -22,8 +22,8 @@ from splitserve.models.description import ModelDescription
 from splitserve.models.locate import locate_model
 from splitserve.models.tokenizer import Tokenizer
 from splitserve.service.config import EXIT_CONFIG, run_process
-from splitserve.service.errors import SplitserveError
-from splitserve.service.http_server import serve_http
+from splitserve.service.errors import SplitserveError, Unavailable
+from splitserve.service.http_server import HttpServer, serve_http
 from splitserve.service.lifecycle import StopRequest, first_of, run_loop
 from splitserve.service.logging import configure_logging
 from splitserve.service.metrics import new_registry
@@ -31,6 +31,7 @@ from splitserve.v1 import cluster_pb2_grpc as pb_grpc
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("router")
 
+# For the last words to leave; every call has been told its end by then.
 _STOP_GRACE_S = 2.0
 
 
@@ -64,18 +65,18 @@ class Router:
                 max_requests=config.max_tokenizing_requests, max_bytes=config.max_tokenizing_bytes
             ),
         )
-        self._public = InferenceServer(
-            InferenceServicer(
-                model=model,
-                detokenizer=tokenizer,
-                validator=self._validator,
-                dispatcher=self._dispatcher,
-                limits=self._membership.limits,
-                metrics=metrics,
-                request_timeout_s=config.request_timeout,
-                has_chat_template=tokenizer.has_chat_template,
-            )
+        servicer = InferenceServicer(
+            model=model,
+            detokenizer=tokenizer,
+            validator=self._validator,
+            dispatcher=self._dispatcher,
+            limits=self._membership.limits,
+            metrics=metrics,
+            request_timeout_s=config.request_timeout,
+            has_chat_template=tokenizer.has_chat_template,
         )
+        self._calls = servicer.calls
+        self._public = InferenceServer(servicer)
         self._cluster = ClusterServicer(config, self._membership, uuid.uuid4().hex, metrics.count_ignored)
         self._internal: grpc.aio.Server
         metrics.watch_load(
@@ -83,7 +84,10 @@ class Router:
             waiting=lambda: len(self._dispatcher.queue),
             kv_cache_usage=self._membership.kv_cache_usage,
         )
-        self._membership.on_change(lambda: self._public.set_ready(self._membership.is_ready))
+        self._membership.on_change(self._tell_readiness)
+
+    def _tell_readiness(self) -> None:
+        self._public.set_ready(self._dispatcher.is_ready)
 
     async def run(self, stop: StopRequest) -> int:
         config = self._config
@@ -95,12 +99,24 @@ class Router:
             log.error("cannot listen", reason=str(error))
             return EXIT_CONFIG
         log.info("listening", grpc=grpc_port, http=http.port, internal=internal_port)
-        await first_of(self._membership.watch(), stop.wait(), stop.wait_for_drain())
-        log.info("stopping", reason=stop.reason)
-        await asyncio.gather(self._public.stop(_STOP_GRACE_S), http.stop())
+        # To the end: a worker that dies while the last streams run is to be found as well.
+        await first_of(self._membership.watch(), self._serve(stop, http))
         await self._internal.stop(0)
         self._validator.close()
         return stop.status
+
+    async def _serve(self, stop: StopRequest, http: HttpServer) -> None:
+        """Until it is time to end. When asked to drain, streams have a while to end by themselves."""
+        await first_of(stop.wait(), stop.wait_for_drain())
+        self._dispatcher.drain()
+        self._tell_readiness()
+        if not stop.is_set():
+            log.info("draining", timeout_s=self._config.drain_timeout)
+            await first_of(stop.wait(), self._calls.until_none(), asyncio.sleep(self._config.drain_timeout))
+            stop.set("drained")
+        log.info("stopping", reason=stop.reason)
+        self._calls.end_all(Unavailable(DRAINING, reason="DRAINING", retry_after_s=1.0))
+        await asyncio.gather(self._public.stop(_STOP_GRACE_S), http.stop())
 
     async def _start_internal(self) -> int:
         server = grpc.aio.server(options=SERVER_OPTIONS)
@@ -112,7 +128,7 @@ class Router:
 
     def _app(self) -> FastAPI:
         return create_app(
-            not_ready_reason=lambda: None if self._membership.is_ready else self._membership.why_not_ready(),
+            not_ready_reason=lambda: None if self._dispatcher.is_ready else self._dispatcher.why_not_ready(),
             cluster=lambda: (
                 self._membership.describe()
                 | {

@@ -31,6 +31,8 @@ from router.worker import Role
 from splitserve.service.errors import Unavailable
 from splitserve.worker.admission import blocks_for, decode_blocks
 
+DRAINING = "this router is shutting down"
+
 
 class ClusterDispatcher:
     def __init__(self, config: RouterConfig, membership: Membership, metrics: RouterMetrics) -> None:
@@ -40,6 +42,7 @@ class ClusterDispatcher:
         self._turn = 0
         self._arrivals = itertools.count()
         self._is_kicked = False
+        self._is_draining = False
         # Who room is kept for, as of the last look through the queue.
         self._kept: list[Demand] = []
         self.queue = RequestQueue(config.max_queue_requests, config.max_queue_tokens)
@@ -47,17 +50,36 @@ class ClusterDispatcher:
 
     def submit(self, request: GenerationRequest) -> RequestFlow:
         """Admits the request and queues its first attempt; raises Overloaded or Unavailable at once."""
-        if not self._membership.is_ready:
-            raise Unavailable(self._membership.why_not_ready(), reason="NO_WORKERS", retry_after_s=1.0)
+        if self._is_draining:
+            raise Unavailable(DRAINING, reason="DRAINING", retry_after_s=1.0)
+        self._check_workers(Demand(len(request.prompt_ids), request.sampling.n))
         self.queue.check_room(len(request.prompt_ids))
         return RequestFlow(request, self, self._config, self._metrics, next(self._arrivals))
 
+    def _check_workers(self, demand: Demand) -> None:
+        """Whoever could only wait for other workers to come is told at once. Workers that have just fallen silent are
+        counted in: most are back in a moment, and of the others the request is told then."""
+        prefills, decodes = self._membership.staying(Role.PREFILL), self._membership.staying(Role.DECODE)
+        if not self._membership.is_ready:
+            why = self._membership.why_not_ready()
+            if not prefills:
+                why += f" (--without-prefill {self._config.without_prefill})"
+        elif not could_place(demand, [w.prefill_view() for w in prefills], [w.decode_view() for w in decodes]):
+            why = f"no pair of workers here can hold {demand.num_tokens} tokens"
+        else:
+            return
+        raise Unavailable(why, reason="NO_WORKERS", retry_after_s=1.0)
+
+    def drain(self) -> None:
+        """No new request is admitted from now on; those that are here go on."""
+        self._is_draining = True
+
     @property
     def is_ready(self) -> bool:
-        return self._membership.is_ready
+        return self._membership.is_ready and not self._is_draining
 
     def why_not_ready(self) -> str:
-        return self._membership.why_not_ready()
+        return DRAINING if self._is_draining else self._membership.why_not_ready()
 
     def deaths_among(self, workers: Set[str]) -> Mapping[str, End]:
         return self._membership.deaths_among(workers)

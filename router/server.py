@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 import structlog
 
+from router.calls import OpenCalls
 from router.metrics import Outcome, RequestRecord, RouterMetrics
 from router.output import Finish, SampleOutput
 from router.request import ClusterLimits, Dispatcher, Generation, GenerationRequest, PromptLogprobs, TokenLogprobs
@@ -65,6 +66,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         self._metrics = metrics
         self._request_timeout_s = request_timeout_s
         self._has_chat_template = has_chat_template
+        self.calls = OpenCalls()
 
     # The stubs know generators only. A coroutine that writes is gRPC's other form, and the safe one: when the client
     # leaves during a write, a generator stays suspended until it is collected; here `finally` runs at once.
@@ -76,10 +78,14 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         scope = asyncio.timeout_at(deadline)
         try:
             async with scope:
-                outcome = await self._serve(request, context, deadline, record)
+                with self.calls.entered():
+                    outcome = await self._serve(request, context, deadline, record)
         except _ClientGoneError:
             record.end(_outcome_of_leaving(deadline))
         except asyncio.CancelledError:
+            if self.calls.ending is not None and not context.cancelled():
+                _be_cancelled_no_more()
+                await _fail(context, record, self.calls.ending)
             if _is_being_cancelled() or context.cancelled():
                 record.end(_outcome_of_leaving(deadline))
                 raise
@@ -129,13 +135,13 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         try:
             request = await self._validator.validate(message, deadline=deadline, traceparent=_traceparent(context))
             generation = self._dispatcher.submit(request)
-        except SplitserveError:
+        except (SplitserveError, asyncio.CancelledError):
             record.refuse()
             raise
         record.admit(len(request.prompt_ids))
         try:
             finish = await self._stream(request, generation, context, record)
-        except (Overloaded, Unavailable):
+        except (Overloaded, Unavailable, asyncio.CancelledError):
             if generation.attempts == 0:
                 record.refuse()
             raise
@@ -249,6 +255,13 @@ def _outcome_of_leaving(deadline: float) -> Outcome:
 def _is_being_cancelled() -> bool:
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+def _be_cancelled_no_more() -> None:
+    """The task was interrupted to tell its client something, which it could not do as a cancelled one."""
+    task = asyncio.current_task()
+    while task is not None and task.cancelling():
+        task.uncancel()
 
 
 def _now() -> float:

@@ -101,10 +101,13 @@ async def test_timeout_of_the_first_head_counts_for_the_second() -> None:
 
 
 async def test_request_that_fits_nobody_is_taken_for_the_head() -> None:
-    """C44: no room is kept for it, but for the one behind it that only waits."""
+    """C44: those that could hold it say nothing. No room is kept for it, but for the one behind it that only waits."""
     router = Router(passing_timeout=3600.0)
     _, (decode,) = router.pairs()
     report(router, decode, free=5)
+    large = [router.join(role, f"large {role}", num_blocks=400, max_model_len=8192) for role in Role]
+    for worker in large:
+        worker.worker.last_heard = asyncio.get_running_loop().time() - 2.0
     tasks = await submit(router, 5000, HEAD)
     impossible, head = router.dispatcher.queue.in_order()
     assert impossible.blocked_since is None
