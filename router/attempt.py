@@ -1,26 +1,30 @@
-"""One attempt: a decode worker and one prefill worker after another carrying a request from reservation to its last
-token, or until something fails.
+"""One attempt: a decode worker, and one prefill worker after another, carrying a request from its reservation to its
+last token, or until something fails.
 
 A request is a sequence of attempts (`flow`). An attempt owns its place on its workers from the moment it is granted
-until `close`, which gives back whatever is left there, at any stage.
+until `close`, which gives back whatever is left there, at any stage. If only the prefill worker's part fails, its leg,
+the reservation is kept, and its ticket renewed for another leg.
 """
 
 import asyncio
-import enum
-from collections.abc import AsyncGenerator, Callable, Set
+from collections.abc import AsyncGenerator, Set
 from dataclasses import replace
-from typing import Protocol
+
+import structlog
 
 from kvtransfer.ticket import Ticket
-from router.causes import Setback, is_effect, is_no_failure, loss
+from router.attempt_state import BEFORE_FIRST_TOKEN, WITH_LEG, WITHOUT_LEG, State, debt
+from router.carried import Carried
+from router.causes import AttemptLostError, Setback, explanation, is_effect, is_no_failure, loss
 from router.config import RouterConfig
 from router.inbox import Inbox
-from router.leg import Leg
+from router.leg import Leg, LegSource
 from router.metrics import RouterMetrics, Stage
-from router.patience import Patience
-from router.token_order import TokenOrder
+from router.patience import next_word
+from router.token_order import TokenOrders
 from router.worker import (
     Accepted,
+    AlreadyRunning,
     AttemptEvent,
     Ended,
     FirstTokensArrived,
@@ -35,127 +39,133 @@ from router.worker import (
 )
 from splitserve.service.reasons import Reason
 
-# How long the word of one worker waits for that of the other, when it may only be the other's echo.
-_ECHO_S = 0.1
+log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
-
-class State(enum.Enum):
-    """What the attempt waits for."""
-
-    RESERVING = enum.auto()
-    HANDING_OVER = enum.auto()
-    PREFILLING = enum.auto()
-    ARRIVING = enum.auto()
-    "The first token is known, the blocks are on their way."
-    DECODING = enum.auto()
-
-
-_BEFORE_FIRST_TOKEN = frozenset({State.HANDING_OVER, State.PREFILLING})
-
-
-class LegSource(Protocol):
-    """Where prefill workers come from; `dispatcher` is the one."""
-
-    def another_prefill(self, attempt: "Attempt", num_tokens: int, unwanted: Set[str]) -> Leg | None: ...
+# How often a prefill worker is looked for while none has room.
+_SEEK_INTERVAL_S = 0.05
+_KEEP_MARGIN_S = 1.0
 
 
 class Attempt:
-    """Granted by the dispatcher with room already promised on both workers; also the mailbox for what they say."""
+    """Granted by the dispatcher with room already promised on both workers; also the mailbox for what decode says."""
+
+    _carried: Carried
+    _start: Start  # what the ticket is for
+    _ticket: Ticket
+    _is_ticket_spent: bool
+    _seek_until: float
+    _why_another: AttemptLostError  # what the leg before was lost to: the attempt too, if there is no other
 
     def __init__(
         self,
         attempt_id: str,
         leg: Leg,
         decode: Worker,
+        inbox: Inbox,
         legs: LegSource,
         config: RouterConfig,
         metrics: RouterMetrics,
     ) -> None:
         self.attempt_id = attempt_id
-        self.leg = leg
         self.decode = decode
+        self._inbox = inbox
         self.num_cached_tokens: int | None = None  # known once a prefill worker has accepted
+        self._leg = leg
         self._legs = legs
         self._config = config
         self._metrics = metrics
         self._clock = asyncio.get_running_loop().time
-        self._inbox = Inbox()
         self._state = State.RESERVING
         self._state_began = self._clock()
-        self._hand_over_until = 0.0
+        self._unfinished: TokenOrders | None = None  # until decode has been asked
+        self._held: list[TokenArrived] = []
         self._unwanted: set[str] = set()
-        self._prefill_lost: WorkerLost | None = None
-        self._is_finished = False
         self._is_closed = False
 
     def deliver(self, event: AttemptEvent) -> None:
-        self._inbox.deliver(event)
+        self._inbox.put(self, event)
 
-    async def tokens(
-        self, start: Start, traceparent: str, seconds_left: Callable[[], float]
-    ) -> AsyncGenerator[TokenArrived | PromptLogprobsArrived, None]:
+    async def tokens(self, carried: Carried) -> AsyncGenerator[TokenArrived | PromptLogprobsArrived, None]:
         """Runs the attempt; each position once and in order, until every sample has finished.
 
-        The prompt's logprobs, where `start` asks for them, come before any token.
+        The prompt's logprobs, where they are asked for, come before any token.
 
-        Raises AttemptLostError when the attempt is over early, TimeoutError when `seconds_left` (the request's own
-        deadline) ran out.
+        Raises AttemptLostError when the attempt is over early, TimeoutError when the request's own deadline has passed,
+        and what `carried.count_failure` raises.
         """
-        # The reservation outlives everything that this side waits for before the blocks must be there.
-        keep_s = self._config.reserve_timeout
-        self.decode.channel.reserve(self.attempt_id, start, seconds_left(), keep_s, traceparent)
-        orders = {index: TokenOrder(len(output)) for index, output in start.outputs.items()}
-        held: list[TokenArrived] = []
-        while orders:
-            event = await self._next(seconds_left)
-            match event:
-                case Reserved(ticket=ticket) if self._state is State.RESERVING:
-                    self._hand_over_until = self._clock() + self._config.reserve_timeout
-                    self._hand_over(start, ticket, traceparent)
-                case Refused() | Ended() | TransferLost() | WorkerLost():
-                    await self._on_setback(event, start, traceparent)
-                case PromptLogprobsArrived():
-                    self.leg.note_scored(event)
-                    yield event
-                case _:
-                    held.extend(self._progress(event))
-            if not self.leg.is_scored:  # decode, which repeats the first token, may overtake the prompt's logprobs
+        self._carried = carried
+        self._start = carried.start()
+        # The reservation outlives everything that this side waits for before the blocks must be there; without a
+        # transfer it is kept for as long as a prefill worker is sought, and for a moment to say so.
+        keep_s = self._config.reserve_timeout + _KEEP_MARGIN_S
+        self.decode.channel.reserve(self.attempt_id, self._start, carried.seconds_left(), keep_s, carried.traceparent)
+        unfinished = self._unfinished = TokenOrders(self._start.outputs)
+        while unfinished:
+            match await self._next():
+                case None:
+                    self._seek()
+                case Reserved(ticket=ticket):
+                    self._on_ticket(ticket)
+                case Refused() | Ended() | TransferLost() | WorkerLost() as setback:
+                    await self._on_setback(setback)
+                case PromptLogprobsArrived() as arrived:
+                    self._leg.note_scored(arrived)
+                    yield arrived
+                case event:
+                    self._held.extend(self._progress(event))
+            if not self._leg.is_scored:  # decode, which repeats the first token, may overtake the prompt's logprobs
                 continue
-            arrived, held = held, []
-            for token in arrived:
-                for ordered in orders[token.sample].take(token) if token.sample in orders else ():
-                    if ordered.finish_reason is not None:
-                        del orders[ordered.sample]
-                        self._is_finished = not orders
-                        if self._is_finished and self._state is State.DECODING:
-                            self._metrics.observe_stage(Stage.DECODE, self._clock() - self._state_began)
-                    yield ordered
+            held, self._held = self._held, []
+            for token in unfinished.take(held):
+                if not unfinished and self._state is State.DECODING:
+                    self._metrics.observe_stage(Stage.DECODE, self._clock() - self._state_began)
+                yield token
 
-    # What an event changes
+    # What goes well
 
-    def _hand_over(self, start: Start, ticket: Ticket, traceparent: str) -> None:
-        self._enter(State.HANDING_OVER)
+    def _on_ticket(self, ticket: Ticket) -> None:
+        is_first = self._state is State.RESERVING
+        if not is_first and (self._state is not State.RENEWING or ticket.transfer_id == self._ticket.transfer_id):
+            return  # said twice
         self._ticket = ticket
-        self.leg.hand_over(start, ticket, self._config.prefill_timeout, traceparent)
+        self._is_ticket_spent = False
+        self._seek_until = self._clock() + self._config.reserve_timeout
+        if self._leg.is_closed:
+            self._seek()
+        else:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        self._enter(State.HANDING_OVER)
+        self._leg.hand_over(self._start, self._ticket, self._config.prefill_timeout, self._carried.traceparent)
 
     def _progress(self, event: AttemptEvent) -> tuple[TokenArrived, ...]:
         """The tokens in it. Decode's may come before the prefill worker's own words, if the prompt was cached."""
         match event:
             case Accepted(num_cached_tokens=num_cached_tokens):
-                self.num_cached_tokens = num_cached_tokens
-                self.leg.is_accepted = True
+                if self.num_cached_tokens is None:
+                    self.num_cached_tokens = num_cached_tokens
+                self._leg.is_accepted = True
                 if self._state is State.HANDING_OVER:
                     self._state = State.PREFILLING
-                return ()
             case FirstTokensArrived(tokens=tokens):
-                self._end_stage(Stage.PREFILL, _BEFORE_FIRST_TOKEN, State.ARRIVING)
+                self._end_stage(Stage.PREFILL, BEFORE_FIRST_TOKEN, State.ARRIVING)
                 return tokens
+            case AlreadyRunning():
+                self._on_running()
             case TokenArrived():
-                self._end_stage(Stage.PREFILL, _BEFORE_FIRST_TOKEN, State.ARRIVING)
-                self._end_stage(Stage.HANDOFF, {State.ARRIVING}, State.DECODING)
+                self._end_stage(Stage.PREFILL, BEFORE_FIRST_TOKEN, State.ARRIVING)
+                self._on_running()
                 return (event,)
-            case _:
-                return ()
+        return ()
+
+    def _on_running(self) -> None:
+        """All blocks have come, even if the leg that sent them was taken for lost."""
+        if self._state in WITHOUT_LEG:
+            self._leg.close("the blocks of the leg before it have come")
+            if self._carried.start().sampling.prompt_logprobs is not None:  # nobody brings the rest of them
+                raise self._why_another
+        self._end_stage(Stage.HANDOFF, WITHOUT_LEG | {State.ARRIVING}, State.DECODING)
 
     def _end_stage(self, stage: Stage, states: Set[State], following: State) -> None:
         if self._state in states:
@@ -168,131 +178,127 @@ class Attempt:
 
     # What goes wrong
 
-    async def _on_setback(self, setback: Setback, start: Start, traceparent: str) -> None:
-        """Goes on with another prefill worker if the attempt may; else raises AttemptLostError."""
-        is_of_leg = setback.worker == self.leg.worker.worker_id
-        if setback.worker == self.decode.worker_id:
-            await self._give_up(setback)
-        elif not is_of_leg:
-            return  # one that was asked before
-        elif self._state is State.RESERVING:
-            if not self._has_moved(start):
-                # Nothing had been given to it yet, so nobody has failed.
-                raise replace(loss(setback, frozenset()), is_failure=False)
-        elif self._state is State.HANDING_OVER and isinstance(setback, Refused):
-            may_move = is_no_failure(setback) and self._clock() < self._hand_over_until
-            if not (may_move and self._has_moved(start)):
-                await self._give_up(setback)
-            self._hand_over(start, self._ticket, traceparent)
-        elif self._needs_prefill:
-            await self._give_up(setback)
-        elif self._state is State.ARRIVING and isinstance(setback, WorkerLost):
-            self._prefill_lost = setback  # decode knows whether all of the blocks have come
+    async def _on_setback(self, setback: Setback) -> None:
+        """Goes on if the attempt may; else raises AttemptLostError."""
+        if isinstance(setback, TransferLost):
+            is_current = self._state in WITH_LEG | {State.SEEKING} and setback.transfer_id == self._ticket.transfer_id
+            if is_current and self._state is State.SEEKING:
+                self._is_ticket_spent = True
+            elif is_current:
+                await self._lose_leg(setback)
+        elif setback.worker == self.decode.worker_id:
+            await self._end(setback)
+        elif self._state in (State.RESERVING, State.RENEWING):
+            # Nothing had been given to it yet, so nobody has failed.
+            self._close_leg(setback, replace(loss(setback, frozenset()), is_failure=False))
+        elif self._state is State.HANDING_OVER and isinstance(setback, Refused) and is_no_failure(setback):
+            self._close_leg(setback, loss(setback, frozenset()))
+            self._seek()
+        elif self._state in WITH_LEG:
+            await self._lose_leg(setback)
+        elif not self._leg.is_scored:
+            raise loss(setback, self._ran_on)
 
-    def _has_moved(self, start: Start) -> bool:
-        """Gives up the leg for one on a prefill worker that has not been asked, if some has room."""
-        self._unwanted.add(self.leg.worker.worker_id)
-        leg = self._legs.another_prefill(self, start.num_tokens, self._unwanted)
-        if leg is None:
-            return False
-        self.leg.close("another prefill worker was asked", is_over=True)
-        self.leg = leg
-        return True
+    async def _end(self, setback: Setback) -> None:
+        """Decode does not go on."""
+        cause = await explanation(self._inbox, setback, self.decode.worker_id) if is_effect(setback) else setback
+        assert not isinstance(cause, TokenArrived), "decode says no token after its end"
+        lost = loss(cause, self._ran_on)
+        if self._state in WITHOUT_LEG and lost.reason == Reason.TIMEOUT:  # the reservation's: the leg has been counted
+            lost = replace(lost, is_failure=False)
+        raise lost
 
-    async def _give_up(self, setback: Setback) -> None:
-        """Raises AttemptLostError, unless decode turns out to have all it needs."""
-        cause = setback
-        if is_effect(setback):
-            other = self._prefill_lost or await self._other_word(setback)
-            if isinstance(other, TokenArrived):
-                return
-            cause = other or setback
-        raise loss(cause, self._ran_on)
+    async def _lose_leg(self, setback: Setback) -> None:
+        """Keeps the reservation for another leg, if it is of use to one."""
+        cause: Setback | TokenArrived = setback
+        if is_effect(setback) or self._state is State.ARRIVING:
+            cause = await explanation(self._inbox, setback, self.decode.worker_id)
+        if isinstance(cause, TokenArrived):
+            if self._leg.is_scored:
+                return  # nothing is lost
+            cause = setback
+        lost = loss(cause, self._ran_on)
+        if isinstance(cause, TransferLost):
+            lost = replace(lost, worker=self._leg.worker.worker_id)
+        start = self._carried.start()
+        # Samples that differ by now are attempted apart from each other.
+        is_renewable = len(start.outputs) == 1 or start.outputs == self._start.outputs
+        if (
+            lost.is_fatal
+            or lost.worker == self.decode.worker_id
+            or not is_renewable
+            or not self._legs.has_prefill(self.decode, start.num_tokens)
+        ):
+            raise lost
+        if lost.is_failure:
+            await self._carried.count_failure(lost)
+        self._close_leg(setback, replace(lost, is_failure=False))
+        self._is_ticket_spent = True
+        self._seek_until = self._clock() + self._config.reserve_timeout
+        self._seek()
 
-    async def _other_word(self, setback: Setback) -> Setback | TokenArrived | None:
-        """What explains `setback`, which may only be the echo of it: a word of the other worker, or of either's death.
+    def _close_leg(self, setback: Setback, why: AttemptLostError) -> None:
+        self._leg.close(why.message, is_over=isinstance(setback, Refused))
+        self._unwanted.add(self._leg.worker.worker_id)
+        self._why_another = why
+        self._held.clear()
 
-        Comes at about the same time, on a stream of its own. Nothing is taken out of the inbox.
-        """
-        until = self._clock() + _ECHO_S
-        heard: list[AttemptEvent] = []
-        try:
-            while (left := until - self._clock()) > 0 and (event := await self._inbox.next(left)) is not None:
-                heard.append(event)
-                match event:
-                    case WorkerLost():
-                        return event
-                    case Refused() | Ended() | TransferLost() if event.worker != setback.worker:
-                        return None if is_effect(event) else event
-                    case TokenArrived() if setback.worker != self.decode.worker_id:
-                        return event
-            return None
-        finally:
-            self._inbox.put_back(heard)
+    def _seek(self) -> None:
+        """Takes the next leg as soon as some worker has room for it."""
+        start = self._carried.start()
+        leg = self._legs.next_leg(self.decode, start.num_tokens, self._unwanted, self._inbox)
+        if leg is not None:
+            self._leg = leg
+            if self._is_ticket_spent:
+                self._renew(start)
+            else:
+                self._hand_over()
+        elif self._clock() < self._seek_until and self._legs.has_prefill(self.decode, start.num_tokens):
+            self._enter(State.SEEKING)
+        else:
+            raise self._why_another
 
-    @property
-    def _needs_prefill(self) -> bool:
-        """The prefill worker has not yet said all that this side needs from it."""
-        return self._state in _BEFORE_FIRST_TOKEN or not self.leg.is_scored
+    def _renew(self, start: Start) -> None:
+        why, worker = self._why_another, self._leg.worker.worker_id
+        log.info("ticket renewed", attempt=self.attempt_id, reason=why.reason, detail=why.message, prefill=worker)
+        self._metrics.count_renewal(why.reason)
+        self._start = start
+        self._enter(State.RENEWING)
+        seconds_left = self._carried.seconds_left()
+        self.decode.channel.renew(self.attempt_id, self._ticket.transfer_id, start.outputs, seconds_left)
 
     @property
     def _ran_on(self) -> frozenset[str]:
-        """Who may have computed for this request when it was lost."""
-        prefill = {self.leg.worker.worker_id} if self.leg.is_accepted and self._state is not State.DECODING else set()
+        """Who may be computing for this request, as far as is known here."""
+        prefill = {self._leg.worker.worker_id} if self._leg.is_accepted and self._state in WITH_LEG else set()
         decode = {self.decode.worker_id} if self._state in (State.ARRIVING, State.DECODING) else set()
         return frozenset(prefill | decode)
 
     # Waiting
 
-    def _awaited(self) -> tuple[Worker, float]:
-        """Who has to speak next, and how long that may take."""
-        # Longer than a worker can be dead or stuck without membership knowing.
-        answer_timeout = self._config.stall_timeout + self._config.heartbeat_timeout
-        if self._state is State.RESERVING:
-            return self.decode, answer_timeout
-        if self._state is State.HANDING_OVER:
-            return self.leg.worker, answer_timeout
-        if self._needs_prefill:
-            return self.leg.worker, self._config.prefill_timeout
-        return self.decode, self._config.token_timeout
-
-    async def _next(self, seconds_left: Callable[[], float]) -> AttemptEvent:
-        """The next event; the end of the attempt on the worker that is awaited if there is none within its limit and
-        then within the step that it is in.
-
-        TimeoutError is the request's deadline, not the attempt's.
-        """
-        awaited, limit_s = self._awaited()
-        patience = Patience(awaited)
-        wait_s = limit_s
-        while True:
-            left = seconds_left()
-            event = await self._inbox.next(min(wait_s, left))
-            if event is not None:
-                return event
-            if left <= wait_s:
-                raise TimeoutError
-            # Not for ever: those may be the blocks of others.
-            is_arriving = (
-                self._state is State.ARRIVING and self._clock() - self._state_began < self._config.prefill_timeout
+    async def _next(self) -> AttemptEvent | None:
+        """The next event; None when it is time to look for a prefill worker again."""
+        if self._state is not State.SEEKING:
+            return await next_word(
+                self._inbox,
+                debt(self._state, self._leg, self.decode, self._config),
+                self._carried.seconds_left,
+                self._config.suspect_timeout,
             )
-            if is_arriving and patience.blocks_have_come():
-                wait_s = limit_s
-            elif patience.is_over():
-                message = f"{awaited.worker_id} said nothing for more than {limit_s:g} s, and is in no long step"
-                return Ended(awaited.worker_id, Reason.TIMEOUT, message)
-            else:
-                wait_s = self._config.suspect_timeout  # a live worker reports within it
+        left = self._carried.seconds_left()
+        if left <= 0:
+            raise TimeoutError
+        return await self._inbox.next(min(left, _SEEK_INTERVAL_S))
 
     def close(self, reason: str) -> None:
-        """Gives back what is left on both workers. Idempotent; never waits.
+        """Gives back what is left on the workers. Idempotent; never waits.
 
         A finished attempt leaves nothing: decode frees its blocks with the last token, even if that came from prefill.
         """
         if self._is_closed:
             return
         self._is_closed = True
-        if not self._is_finished and not self.decode.is_lost:
+        if self._unfinished and not self.decode.is_lost:
             self.decode.channel.release(self.attempt_id, reason)
         self.decode.forget(self.attempt_id)
-        self.leg.close(reason, is_over=self._is_finished or self._state is State.DECODING)
+        self._leg.close(reason, is_over=not self._unfinished or self._state is State.DECODING)

@@ -1,11 +1,12 @@
 """Why an attempt was lost: what a worker's word means for the request, and whose word counts when both speak.
 
-Called by `attempt`; pure, no state.
+Called by `attempt`; no state.
 """
 
 from dataclasses import dataclass
 
-from router.worker import Ended, Refused, TransferLost, WorkerLost
+from router.inbox import Inbox
+from router.worker import AttemptEvent, Ended, Refused, TokenArrived, TransferLost, WorkerLost
 from splitserve.service.reasons import Reason
 
 Setback = Refused | Ended | TransferLost | WorkerLost
@@ -19,6 +20,9 @@ _FATAL = frozenset({Reason.TOO_LARGE, Reason.INTERNAL})
 _FATAL_REFUSALS = _FATAL | {Reason.INVALID}
 
 WORKER_LOST = "worker_lost"
+
+# How long the word of one worker waits for that of the other: they come on two streams, at about the same time.
+_ECHO_S = 0.1
 
 
 @dataclass(eq=False)
@@ -60,3 +64,27 @@ def is_no_failure(setback: Refused | Ended | TransferLost) -> bool:
 def is_effect(setback: Setback) -> bool:
     """Whether it may only be what one worker sees of the other's end: blocks that stop coming, or are not taken."""
     return not isinstance(setback, WorkerLost) and setback.reason is Reason.TRANSFER_FAILED
+
+
+async def explanation(inbox: Inbox, setback: Setback, decode: str) -> Setback | TokenArrived:
+    """What says more than `setback`, if it is there or comes in a moment: that either worker has died, that the other
+    one ended it, or that all blocks had arrived and decode runs. Else `setback` itself.
+
+    Nothing is taken out of the inbox.
+    """
+
+    def speaks(event: AttemptEvent) -> bool:
+        match event:
+            case Refused(worker=worker) | Ended(worker=worker) | TransferLost(worker=worker):
+                return worker != setback.worker
+            case TokenArrived(worker=worker):
+                return worker == decode != setback.worker
+            case _:
+                return isinstance(event, WorkerLost)
+
+    event = await inbox.find(speaks, _ECHO_S)
+    if isinstance(event, WorkerLost | TokenArrived):
+        return event
+    if isinstance(event, Refused | Ended | TransferLost) and not is_effect(event):
+        return event
+    return setback

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from router.attempt import Attempt
 from router.config import RouterConfig
 from router.flow import RequestFlow
+from router.inbox import Inbox
 from router.leg import Leg
 from router.membership import End, Membership
 from router.metrics import RouterMetrics
@@ -24,10 +25,11 @@ from router.scheduler import (
     PrefillView,
     can_prefill,
     could_place,
+    could_prefill,
     keep_room,
     place,
 )
-from router.worker import Role
+from router.worker import Role, Worker
 from splitserve.service.errors import Unavailable
 from splitserve.worker.admission import blocks_for, decode_blocks
 
@@ -176,28 +178,35 @@ class ClusterDispatcher:
         assert prefill is not None
         assert decode is not None
         # Random per attempt and made here: no client's id is ever a key.
-        attempt_id = uuid.uuid4().hex
-        attempt = Attempt(attempt_id, Leg(attempt_id, prefill), decode, self, self._config, self._metrics)
-        size = demand.num_tokens
-        prefill.promise(attempt_id, attempt, blocks_for(size, prefill.identity.block_size), size)
-        num_blocks = decode_blocks(size, demand.num_samples, decode.identity.block_size)
-        decode.promise(attempt_id, attempt, num_blocks, size, demand.num_samples)
+        attempt_id, inbox = uuid.uuid4().hex, Inbox()
+        leg = self._leg(prefill, demand.num_tokens, inbox)
+        attempt = Attempt(attempt_id, leg, decode, inbox, self, self._config, self._metrics)
+        num_blocks = decode_blocks(demand.num_tokens, demand.num_samples, decode.identity.block_size)
+        decode.promise(attempt_id, attempt, num_blocks, demand.num_tokens, demand.num_samples)
         return attempt
 
-    def another_prefill(self, attempt: Attempt, num_tokens: int, unwanted: Set[str]) -> Leg | None:
-        """A leg for `attempt` on another prefill worker that reaches its decode worker and has room, now promised."""
-        decode = attempt.decode
+    def _leg(self, worker: Worker, num_tokens: int, inbox: Inbox) -> Leg:
+        leg = Leg(uuid.uuid4().hex, worker, inbox)
+        worker.promise(leg.leg_id, leg, blocks_for(num_tokens, worker.identity.block_size), num_tokens)
+        return leg
+
+    def has_prefill(self, decode: Worker, num_tokens: int) -> bool:
+        """Whether a prefill worker that is here could take the prompt for `decode` if it were idle and, where it has
+        just lost its link, had it back: it dials again at once."""
+        return any(
+            decode.worker_id in worker.links and could_prefill(worker.prefill_view(), num_tokens)
+            for worker in self._membership.candidates(Role.PREFILL)
+        )
+
+    def next_leg(self, decode: Worker, num_tokens: int, unwanted: Set[str], inbox: Inbox) -> Leg | None:
+        """On a worker that has room, which is promised now; on an unwanted one only if there is no other."""
         prefills, _ = self._views(self._kept)
-        choices = [
-            view
-            for view in prefills
-            if view.worker not in unwanted and decode.worker_id in view.reachable and can_prefill(view, num_tokens)
-        ]
+        linked = [v for v in prefills if decode.worker_id in v.reachable and could_prefill(v, num_tokens)]
+        wanted = [view for view in linked if view.worker not in unwanted] or linked
+        choices = [view for view in wanted if can_prefill(view, num_tokens)]
         if not choices:
             return None
         chosen = min(choices, key=lambda view: (view.numerics != decode.identity.numerics, view.waiting_tokens))
         worker = self._membership.get(chosen.worker)
         assert worker is not None
-        leg = Leg(attempt.attempt_id, worker)
-        worker.promise(leg.leg_id, attempt, blocks_for(num_tokens, worker.identity.block_size), num_tokens)
-        return leg
+        return self._leg(worker, num_tokens, inbox)

@@ -13,6 +13,7 @@ from typing import Protocol
 import structlog
 
 from router.attempt import Attempt
+from router.carried import Carried
 from router.causes import AttemptLostError
 from router.config import RouterConfig
 from router.membership import End
@@ -136,13 +137,15 @@ class RequestFlow:
     async def _attempt_once(
         self, samples: tuple[int, ...]
     ) -> AsyncGenerator[TokenArrived | PromptLogprobsArrived, None]:
-        start = self._start(samples)
         waiting, self._waiting = self._waiting, None
-        attempt = self._attempt = await self._granted(waiting or self._enqueue(start))
+        attempt = self._attempt = await self._granted(waiting or self._enqueue(self._start(samples)))
         self.attempts += 1
         self._metrics.count_attempt(self._next_reason)
         self._numerics = self._numerics or attempt.decode.identity.numerics
-        running = attempt.tokens(start, self._request.traceparent, self._seconds_left)
+        carried = Carried(
+            lambda: self._start(samples), self._seconds_left, self._count_failure, self._request.traceparent
+        )
+        running = attempt.tokens(carried)
         try:
             async with aclosing(running) as tokens:
                 async for token in tokens:
@@ -200,7 +203,7 @@ class RequestFlow:
             await self._count_failure(lost)
 
     async def _count_failure(self, lost: AttemptLostError) -> None:
-        """Raises the client's error if there is to be no further attempt."""
+        """Of an attempt, or of a leg of one; raises the client's error if there is to be no other."""
         if lost.reason == Reason.TOO_LARGE:  # it was not when it was admitted: larger workers have left
             raise Unavailable(f"{lost.reason}: {lost.message}", reason="NO_WORKERS", retry_after_s=1.0)
         if lost.is_fatal:

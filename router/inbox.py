@@ -2,34 +2,43 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
 from router.worker import AttemptEvent
 
 
 class Inbox:
+    """Each event comes from a mailbox: the attempt itself, or one of its legs."""
+
     def __init__(self) -> None:
-        self._events: deque[AttemptEvent] = deque()
+        self._events: deque[tuple[object, AttemptEvent]] = deque()
         self._arrived = asyncio.Event()
 
-    def deliver(self, event: AttemptEvent) -> None:
+    def put(self, mailbox: object, event: AttemptEvent) -> None:
         """Never blocks."""
-        self._events.append(event)
+        self._events.append((mailbox, event))
         self._arrived.set()
 
-    def put_back(self, events: list[AttemptEvent]) -> None:
-        """In front of all others, in their order."""
-        self._events.extendleft(reversed(events))
+    def drop(self, mailbox: object) -> None:
+        """Nobody wants to hear any more of what came through `mailbox`."""
+        self._events = deque(entry for entry in self._events if entry[0] is not mailbox)
 
     async def next(self, timeout_s: float) -> AttemptEvent | None:
         """The next event, None when none has come within `timeout_s`; what came in its last moment counts."""
-        if not self._events:
-            try:
-                # Not wait_for: in Python 3.11 it swallows a cancellation that comes together with the event.
-                async with asyncio.timeout(timeout_s):
-                    while not self._events:
-                        self._arrived.clear()
-                        await self._arrived.wait()
-            except TimeoutError:
-                if not self._events:
-                    return None
-        return self._events.popleft()
+        await self.find(lambda _: True, timeout_s)
+        return self._events.popleft()[1] if self._events else None
+
+    async def find(self, is_wanted: Callable[[AttemptEvent], bool], timeout_s: float) -> AttemptEvent | None:
+        """As `next`, the first one that is wanted; it stays where it is."""
+        try:
+            # Not wait_for: in Python 3.11 it swallows a cancellation that comes together with the event.
+            async with asyncio.timeout(timeout_s):
+                while (found := self._first(is_wanted)) is None:
+                    self._arrived.clear()
+                    await self._arrived.wait()
+                return found
+        except TimeoutError:
+            return self._first(is_wanted)
+
+    def _first(self, is_wanted: Callable[[AttemptEvent], bool]) -> AttemptEvent | None:
+        return next((event for _, event in self._events if is_wanted(event)), None)

@@ -1,22 +1,32 @@
 """A leg: one prefill worker's part in an attempt, from the ticket that it is given to the first tokens.
 
-Made by the dispatcher with room promised on the worker; driven and closed by the attempt.
+Made by the dispatcher with room promised on the worker, which knows it by an id of its own: so what an earlier leg
+says late is nobody's. Driven and closed by the attempt.
 """
 
+from collections.abc import Set
+from typing import Protocol
+
 from kvtransfer.ticket import Ticket
-from router.worker import PromptLogprobsArrived, Start, Worker
+from router.inbox import Inbox
+from router.worker import AttemptEvent, PromptLogprobsArrived, Start, Worker
 
 
 class Leg:
-    """`leg_id` is how the worker knows it."""
+    """Also the mailbox for what its worker says of it."""
 
-    def __init__(self, leg_id: str, worker: Worker) -> None:
+    def __init__(self, leg_id: str, worker: Worker, inbox: Inbox) -> None:
         self.leg_id = leg_id
         self.worker = worker
         self.is_accepted = False
+        self.is_closed = False
+        self._inbox = inbox
         self._is_handed_over = False
         self._num_to_score = 0
         self._num_scored = 0
+
+    def deliver(self, event: AttemptEvent) -> None:
+        self._inbox.put(self, event)
 
     def hand_over(self, start: Start, ticket: Ticket, timeout_s: float, traceparent: str) -> None:
         self._is_handed_over = True
@@ -33,8 +43,24 @@ class Leg:
         return self._num_scored >= self._num_to_score
 
     def close(self, reason: str, *, is_over: bool = False) -> None:
-        """Gives back what the worker may still hold, unless that `is_over`. Idempotent; never waits."""
+        """Gives back what the worker may still hold, unless that `is_over`; nothing of it is heard from now on.
+
+        Idempotent; never waits.
+        """
+        if self.is_closed:
+            return
+        self.is_closed = True
         if self._is_handed_over and not is_over and not self.worker.is_lost:
             self.worker.channel.release(self.leg_id, reason)
-        self._is_handed_over = False
         self.worker.forget(self.leg_id)
+        self._inbox.drop(self)
+
+
+class LegSource(Protocol):
+    """Where legs come from; `dispatcher` is the one."""
+
+    def has_prefill(self, decode: Worker, num_tokens: int) -> bool:
+        """Whether some prefill worker that is here could take the prompt if it were idle."""
+
+    def next_leg(self, decode: Worker, num_tokens: int, unwanted: Set[str], inbox: Inbox) -> Leg | None:
+        """On a worker that has room, which is promised now; on an unwanted one only if there is no other."""

@@ -78,6 +78,13 @@ class RouterMetrics:
             registry=registry,
         )
 
+        self._renewals = Counter(
+            "splitserve_ticket_renewals",
+            "Reservations that were kept for another prefill worker, by how the one before was lost.",
+            ["reason", "model"],
+            registry=registry,
+        )
+
     def begin(self, request_id: str = "") -> "RequestRecord":
         """`request_id` is the client's own name for the request, for the log."""
         return RequestRecord(self, request_id)
@@ -92,6 +99,10 @@ class RouterMetrics:
     def count_ignored(self, kind: str) -> None:
         """`kind` names a message of `Join` that was about no attempt of this router."""
         self._ignored.labels(kind, self._model).inc()
+
+    def count_renewal(self, reason: str) -> None:
+        """`reason` is a word of the same set as those of attempts."""
+        self._renewals.labels(reason, self._model).inc()
 
     def observe_stage(self, stage: Stage, seconds: float) -> None:
         self._stages[stage].observe(seconds)

@@ -1,14 +1,29 @@
-"""How long a worker may owe an attempt an answer: as long as the step lasts that it cannot interrupt, and, where the
-answer waits for blocks, as long as blocks arrive.
+"""How long a worker may owe an attempt a word: as long as the step lasts that it cannot interrupt, and, where the word
+waits for blocks, as long as blocks arrive.
 
-Asked by `attempt` once a limit has passed. A worker that is dead, silent or stuck in a step is none of its business:
-`membership` ends its session, and the attempt hears of that.
+Asked by `attempt`. A worker that is dead, silent or stuck in a step is none of its business: `membership` ends its
+session, and the attempt hears of that.
 """
 
-from router.worker import Worker
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from router.inbox import Inbox
+from router.worker import AttemptEvent, Ended, Worker
+from splitserve.service.reasons import Reason
 
 # It answers between two steps: a step may have begun before it was asked, and the one after that only by a mishap.
 _STEPS_TO_ANSWER = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Debt:
+    """Who has to speak next, and within what time. While blocks arrive there, its time begins anew for `blocks_s`."""
+
+    worker: Worker
+    limit_s: float
+    blocks_s: float = 0.0
 
 
 class Patience:
@@ -38,3 +53,32 @@ class Patience:
         if self._num_bytes > before:
             self._looks.clear()
         return self._num_bytes > before
+
+
+async def next_word(
+    inbox: Inbox, debt: Debt, seconds_left: Callable[[], float], report_interval_s: float
+) -> AttemptEvent:
+    """The next event; the debtor's end if there is none in time, and then within the step that it is in.
+
+    `report_interval_s` is within what a live worker reports its load. TimeoutError is the request's deadline, not the
+    attempt's.
+    """
+    clock = asyncio.get_running_loop().time
+    began = clock()
+    patience = Patience(debt.worker)
+    wait_s = debt.limit_s
+    while True:
+        left = seconds_left()
+        event = await inbox.next(min(wait_s, left))
+        if event is not None:
+            return event
+        if left <= wait_s:
+            raise TimeoutError
+        # Not for ever: those may be the blocks of others.
+        if clock() - began < debt.blocks_s and patience.blocks_have_come():
+            wait_s = debt.limit_s
+        elif patience.is_over():
+            message = f"{debt.worker.worker_id} said nothing for more than {debt.limit_s:g} s, and is in no long step"
+            return Ended(debt.worker.worker_id, Reason.TIMEOUT, message)
+        else:
+            wait_s = report_interval_s

@@ -119,10 +119,13 @@ def _pairs_if_idle(
         and demand.num_samples <= decode.max_num_seqs
         and demand.num_tokens < decode.max_model_len
         for prefill in prefills
-        if decode.worker in prefill.reachable
-        and blocks_for(demand.num_tokens, prefill.block_size) <= prefill.total_blocks
-        and demand.num_tokens < prefill.max_model_len
+        if decode.worker in prefill.reachable and could_prefill(prefill, demand.num_tokens)
     ]
+
+
+def could_prefill(view: PrefillView, num_tokens: int) -> bool:
+    """Whether it would have room for the prompt if it were idle."""
+    return blocks_for(num_tokens, view.block_size) <= view.total_blocks and num_tokens < view.max_model_len
 
 
 def keep_room(

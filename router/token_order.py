@@ -1,4 +1,6 @@
-"""Puts what two workers say of one sample into order; an attempt owns one per sample."""
+"""Puts what two workers say of an attempt's samples into order."""
+
+from collections.abc import Iterable, Iterator, Mapping
 
 from router.worker import TokenArrived
 
@@ -18,3 +20,21 @@ class TokenOrder:
             ready.append(following)
             self._next += 1
         return ready
+
+
+class TokenOrders:
+    """One order for each sample that is unfinished, given what each has put out so far; true while there are any."""
+
+    def __init__(self, outputs: Mapping[int, tuple[int, ...]]) -> None:
+        self._orders = {index: TokenOrder(len(output)) for index, output in outputs.items()}
+
+    def __bool__(self) -> bool:
+        return bool(self._orders)
+
+    def take(self, tokens: Iterable[TokenArrived]) -> Iterator[TokenArrived]:
+        """A sample is finished as soon as its last token is given."""
+        for token in tokens:
+            for ordered in self._orders[token.sample].take(token) if token.sample in self._orders else ():
+                if ordered.finish_reason is not None:
+                    del self._orders[ordered.sample]
+                yield ordered

@@ -37,13 +37,21 @@ from splitserve.service.reasons import Reason
 _SESSIONS = itertools.count(1)
 
 
+def ticket(attempt: str, number: int) -> str:
+    """The transfer that the `number`-th ticket of an attempt is for."""
+    return f"{attempt}/{number}"
+
+
 @dataclass
 class FakeChannel:
     """Notes every command; `commands` holds (kind, attempt id, start), `renewals` what each renewal asked for."""
 
     commands: list[tuple[str, str, Start | None]] = field(default_factory=list)
+    tickets: list[str] = field(default_factory=list)
     renewals: list[tuple[str, str, Mapping[int, tuple[int, ...]]]] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    # A prefill worker knows an attempt by its leg; tests speak of the attempt, and mean its last leg here.
+    legs: dict[str, str] = field(default_factory=dict)
 
     def reserve(self, attempt_id: str, start: Start, timeout_s: float, keep_s: float, traceparent: str) -> None:
         self._note("reserve", attempt_id, start)
@@ -55,10 +63,14 @@ class FakeChannel:
         self._note("renew", attempt_id, None)
 
     def prefill(self, attempt_id: str, start: Start, ticket: Ticket, timeout_s: float, traceparent: str) -> None:
-        self._note("prefill", attempt_id, start)
+        attempt = ticket.transfer_id.split("/")[0]
+        self.legs[attempt] = attempt_id
+        self.tickets.append(ticket.transfer_id)
+        self._note("prefill", attempt, start)
 
     def release(self, attempt_id: str, reason: str) -> None:
-        self._note("release", attempt_id, None)
+        attempt = next((attempt for attempt, leg in self.legs.items() if leg == attempt_id), attempt_id)
+        self._note("release", attempt, None)
 
     def close(self, reason: str) -> None:
         self._note("close", "", None)
@@ -89,16 +101,18 @@ class FakeWorker:
                 await self.channel.arrived.wait()
 
     def say(self, attempt: str, event: Any) -> bool:
-        return self.worker.hear(attempt, event)
+        return self.worker.hear(self.channel.legs.get(attempt, attempt), event)
 
-    def reserved(self, attempt: str) -> None:
-        self.say(attempt, Reserved(Ticket(f"t-{attempt}", self.worker.worker_id, 0, 1)))
+    def reserved(self, attempt: str, number: int = 1) -> None:
+        """With the `number`-th ticket of the attempt."""
+        self.say(attempt, Reserved(Ticket(ticket(attempt, number), self.worker.worker_id, 0, 1)))
 
     def already_running(self, attempt: str) -> None:
         self.say(attempt, AlreadyRunning())
 
-    def transfer_lost(self, attempt: str, transfer_id: str, reason: Reason = Reason.TRANSFER_FAILED) -> None:
-        self.say(attempt, TransferLost(self.worker.worker_id, transfer_id, reason, "the test says so"))
+    def transfer_lost(self, attempt: str, number: int = 1, reason: Reason = Reason.TRANSFER_FAILED) -> None:
+        lost = TransferLost(self.worker.worker_id, ticket(attempt, number), reason, "the test says so")
+        self.say(attempt, lost)
 
     def refused(self, attempt: str, reason: Reason = Reason.NO_ROOM) -> None:
         self.say(attempt, Refused(self.worker.worker_id, reason, "the test says so"))

@@ -1,8 +1,17 @@
 """Drives requests through a router whose workers a test speaks for: finds out whom it chose, and answers."""
 
 import asyncio
+from collections.abc import Callable
 
 from tests.router.cluster_fakes import FakeWorker
+
+
+async def until(is_so: Callable[[], object]) -> None:
+    async with asyncio.timeout(5):
+        while True:
+            if is_so():
+                return
+            await asyncio.sleep(0.001)
 
 
 async def hand_off(prefill: FakeWorker, decode: FakeWorker, number: int = 0) -> str:

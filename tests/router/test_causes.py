@@ -61,11 +61,15 @@ async def test_both_sides_of_a_broken_link_count_as_two_failures() -> None:
     task = asyncio.create_task(collect(flow))
     decode, prefill, attempt = await next_attempt(prefills, decodes)
     prefill.ended(attempt, Reason.TRANSFER_FAILED)
-    decode.ended(attempt, Reason.TRANSFER_FAILED)
-    _, prefill, second = await next_attempt(prefills, decodes, attempt)
-    prefill.first(second, 0, 100, LENGTH)
+    decode.transfer_lost(attempt)
+    await decode.command("renew")
+    decode.reserved(attempt, 2)
+    other = prefills[1 - prefills.index(prefill)]
+    await other.command("prefill")
+    other.accepted(attempt)
+    other.first(attempt, 0, 100, LENGTH)
     assert ids(await task) == [100]
-    assert flow.attempts == 2
+    assert flow.attempts == 1
 
 
 async def test_lost_acknowledgement_ends_a_sequence_that_runs() -> None:
@@ -88,7 +92,7 @@ async def test_lost_acknowledgement_ends_a_sequence_that_runs() -> None:
 @pytest.mark.parametrize("death_is_first", [False, True])
 async def test_death_of_prefill_is_blamed_on_decode(death_is_first: bool) -> None:
     """It dies after its first token and before its last block: decode, which lives, says that the transfer failed."""
-    router = Router(max_attempts=5)
+    router = Router(max_attempts=2)
     prefills, decodes = router.pairs(2, 2)
     task = asyncio.create_task(collect(router.submit()))
     decode, prefill, attempt = await next_attempt(prefills, decodes)
@@ -96,12 +100,14 @@ async def test_death_of_prefill_is_blamed_on_decode(death_is_first: bool) -> Non
     await asyncio.sleep(0.01)
     if death_is_first:
         router.leave(prefill)
-    decode.ended(attempt, Reason.TRANSFER_FAILED)
+    decode.transfer_lost(attempt)
     if not death_is_first:
         await asyncio.sleep(0.01)
         router.leave(prefill)
+    await decode.command("renew")
     # The router prefers workers that the request has not failed on: decode is one of them, and the emptier one.
     decodes[1 - decodes.index(decode)].worker.load = LoadReport(blocks_free=50, blocks_in_use=50)
+    decode.ended(attempt, Reason.PREEMPTED)
     again, _, second = await next_attempt(prefills, decodes, attempt)
     assert again is decode
     again.token(second, 1, 101, LENGTH)
@@ -130,7 +136,7 @@ async def test_prefill_that_was_given_nothing_yet_costs_the_attempt() -> None:
     flow = router.submit()
     task = asyncio.create_task(collect(flow))
     attempt, _ = await decode.command("reserve")
-    victim = next(prefill for prefill in prefills if attempt in prefill.worker.attempts)
+    victim = next(prefill for prefill in prefills if prefill.worker.attempts)
     router.leave(victim)
     decode.reserved(attempt)
     other = prefills[1 - prefills.index(victim)]
@@ -249,7 +255,7 @@ async def test_last_moments_word_is_too_late() -> None:
     waiting = asyncio.create_task(inbox.next(0.0))
     await asyncio.sleep(0)  # it waits, and its time is up in the next turn
     await asyncio.sleep(0)
-    inbox.deliver(event)
+    inbox.put(None, event)
     assert await waiting is event
     assert await inbox.next(0.0) is None
 

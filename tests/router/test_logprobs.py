@@ -72,7 +72,7 @@ async def test_tokens_overtake_the_prompts_logprobs() -> None:
 
 @pytest.mark.parametrize("has_token", [False, True], ids=["before decode speaks", "after decode spoke"])
 async def test_dead_prefill_worker_leaves_half_of_the_prompts_logprobs(has_token: bool) -> None:
-    """Decode could go on alone, but the client would wait for the rest: the next attempt brings it, and only that."""
+    """Decode could go on alone, but the client would wait for the rest: the next one brings it, and only that."""
     router = Router()
     (prefill,), (decode,) = router.pairs()
     task = asyncio.create_task(collect_all(router.submit(prompt_logprobs=1)))
@@ -83,8 +83,12 @@ async def test_dead_prefill_worker_leaves_half_of_the_prompts_logprobs(has_token
     await asyncio.sleep(0.01)
     other = router.join(Role.PREFILL, "p1")
     router.leave(prefill)
-    second = await hand_off(other, decode, 1)
-    _, start = await decode.command("reserve", 1)
+    if has_token:
+        second = await hand_off(other, decode, 1)
+    else:
+        second, _ = await decode.command("renew")
+        decode.reserved(second, 2)
+    _, start = await other.command("prefill")
     assert start is not None
     assert start.sampling.prompt_logprobs == 1
     assert start.outputs == {0: ()}, "a token was shown before the prompt's logprobs were complete"

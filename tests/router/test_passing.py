@@ -261,7 +261,7 @@ async def test_refusal_after_a_preemption_costs_the_block_to_grow_into() -> None
 
 
 async def test_refused_hand_over_takes_the_prefill_room_that_is_kept_for_the_head() -> None:
-    router = Router(passing_timeout=0.0)
+    router = Router(passing_timeout=0.0, reserve_timeout=0.05)
     prefills, decodes = [router.join(Role.PREFILL, "p0", num_blocks=8)], [router.join(Role.DECODE, "d0")]
     tasks = await submit(router, SMALL)
     attempt, _ = await decodes[0].command("reserve")
@@ -272,7 +272,7 @@ async def test_refused_hand_over_takes_the_prefill_room_that_is_kept_for_the_hea
     tasks += await submit(router, 9 * B)
     assert len(router.dispatcher.queue) == 1
     prefills[0].refused(attempt)
-    await settle()
+    await decodes[0].command("release")
     assert big.channel.of_kind("prefill") == []
     assert decodes[0].channel.of_kind("release") == [attempt]
     await cancel(router, tasks)

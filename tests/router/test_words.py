@@ -72,7 +72,7 @@ async def test_load_tells_nothing_of_silence_and_of_what_was_dropped() -> None:
     assert (told.blocks_free, told.kv_bytes_received, told.kv_messages_dropped) == (1, 10, 11)
 
 
-@pytest.mark.parametrize("kind", ["refused", "attempt_ended", "transfer_lost"])
+@pytest.mark.parametrize("kind", ["refused", "attempt_ended"])
 async def test_reason_of_a_newer_worker_kills_the_request(kind: str) -> None:
     """A rolling upgrade may bring words that this router does not know: the request goes on elsewhere."""
     router = Router(suspect_timeout=0.01)
