@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,26 @@ def test_killed_prefill_worker_is_waited_for(two_by_three: Cluster, tiny: Tiny) 
         prompt = prompt_of(60, seed)
         answer = two_by_three.client.generate(prompt, max_tokens=8, temperature=0.0, ignore_eos=True)
         assert list(answer.token_ids) == greedy(tiny("gemma2"), prompt, 8)
+
+
+def test_killed_prefill_worker_costs_the_reservation(two_by_three: Cluster, tiny: Tiny) -> None:
+    """It dies with the prompt in its hands: the other one gets the ticket that decode gives out anew."""
+    prompt, before = prompt_of(60, seed=5), renewals(two_by_three)
+    engines = {process.pid: process.engine_pid() for process in two_by_three.of_role("prefill")}
+    for pid in engines.values():
+        os.kill(pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        options = {"max_tokens": 20, "temperature": 0.0, "ignore_eos": True}
+        running = pool.submit(lambda: two_by_three.client.generate(prompt, **options))
+        victim = busy(two_by_three, "prefill")
+        victim.kill()
+        engines.pop(victim.pid)
+        for pid in engines.values():
+            os.kill(pid, signal.SIGCONT)
+        answer = running.result(timeout=60)
+    assert list(answer.token_ids) == greedy(tiny("gemma2"), prompt, 20)
+    assert answer.attempts == 1
+    assert renewals(two_by_three) - before == 1
 
 
 @pytest.mark.parametrize(
