@@ -7,13 +7,10 @@ What the prefix cache holds already is pinned instead and not sent. Blocks enter
 verified, or when decoding has filled them.
 """
 
-from collections import defaultdict
-
 import msgspec
 import structlog
-from msgspec.structs import replace
 
-from decode_worker.hand_off import first_tokens, renewal_problem, split
+from decode_worker.hand_off import first_tokens, split
 from decode_worker.reservations import Reservations
 from decode_worker.running import Running
 from decode_worker.scheduler import StepPlan, admit, plan_step
@@ -188,10 +185,7 @@ class DecodeEngine(EngineBase):
         What has come of the transfer before counts as not received. Where that cannot be, nothing is held any more, and
         the router looks further.
         """
-        start = replace(reservation.start, samples=command.samples)
-        problem = renewal_problem(reservation.start, start, self._runner.vocab_size)
-        if problem is None and not self._reservations.grow(reservation, start):
-            problem = "no block for the tokens that have come since"
+        problem = self._reservations.grow(reservation, command.samples, self._runner.vocab_size)
         if problem is not None:
             self._reservations.free(reservation)
             self._ended.add(reservation.attempt)
@@ -288,20 +282,12 @@ class DecodeEngine(EngineBase):
         return self._running.batch(plan)
 
     def _take_tokens(self, drawn: list[tuple[Sequence, messages.Token]]) -> None:
-        """Appends each token to its sequence; every router gets its own in one message, and the finished leave."""
-        by_session: dict[int, list[messages.Token]] = defaultdict(list)
-        for sequence, token in drawn:
-            sequence.token_ids.append(token.token_id)
-            by_session[sequence.session].append(msgspec.structs.replace(token, attempt=sequence.attempt))
-            if token.finish_reason:
-                self._finish(sequence)
-        for session, tokens in by_session.items():
+        """Goes on with each sequence, or ends it; every router gets its own tokens in one message."""
+        for session, tokens in self._running.take_tokens(drawn).items():
             self._publish(messages.StepTokens(session=session, tokens=tokens))
-
-    def _finish(self, sequence: Sequence) -> None:
-        self._running.drop(sequence)
-        if not self._running.of_attempt(sequence.attempt):
-            self._ended.add(sequence.attempt)
+        for sequence, token in drawn:
+            if token.finish_reason and not self._running.of_attempt(sequence.attempt):
+                self._ended.add(sequence.attempt)
 
     def load(self) -> messages.Load:
         return load_report(

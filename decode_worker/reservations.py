@@ -8,6 +8,9 @@ one for the same reservation.
 import uuid
 from collections.abc import Iterator
 
+from msgspec.structs import replace
+
+from decode_worker.hand_off import renewal_problem
 from decode_worker.scheduler import ReservationView
 from decode_worker.state import Phase, Reservation
 from kvtransfer.ticket import Ticket
@@ -81,13 +84,17 @@ class Reservations:
         reservation.phase, reservation.renewal = Phase.RENEWING, command
         self._agent.cancel(reservation.transfer_id, "another ticket takes its place")
 
-    def grow(self, reservation: Reservation, start: messages.Start) -> bool:
-        """Takes in the tokens that `start` has more; False, and no change, where blocks for them are lacking."""
+    def grow(self, reservation: Reservation, samples: list[messages.Sample], vocab_size: int) -> str | None:
+        """Takes in what the samples have more than before; else says why that cannot be, and changes nothing."""
+        start = replace(reservation.start, samples=samples)
+        if problem := renewal_problem(reservation.start, start, vocab_size):
+            return problem
         num_blocks = len(start.token_ids) // self._layout.block_size + len(start.samples)
         more = self._allocator.reserve(num_blocks - len(reservation.blocks))
-        if more is not None:
-            reservation.grow(start, more)
-        return more is not None
+        if more is None:
+            return "no block for the tokens that have come since"
+        reservation.grow(start, more)
+        return None
 
     # Endings
 

@@ -7,9 +7,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+import msgspec
+
 from decode_worker.scheduler import AttemptView, SequenceView, StepPlan, num_growing
 from decode_worker.state import Sequence
 from splitserve.engine.allocator import BlockAllocator
+from splitserve.worker import messages
 
 
 class Running:
@@ -36,6 +39,16 @@ class Running:
         """It runs no more, and lets its blocks go."""
         del self._by_key[sequence.key]
         self._allocator.release(sequence.blocks)
+
+    def take_tokens(self, drawn: Iterable[tuple[Sequence, messages.Token]]) -> dict[int, list[messages.Token]]:
+        """Appends each token to its sequence, and the finished leave; by session, what its router is to hear."""
+        by_session: dict[int, list[messages.Token]] = defaultdict(list)
+        for sequence, token in drawn:
+            sequence.token_ids.append(token.token_id)
+            by_session[sequence.session].append(msgspec.structs.replace(token, attempt=sequence.attempt))
+            if token.finish_reason:
+                self.drop(sequence)
+        return by_session
 
     def of_attempt(self, attempt: str) -> list[Sequence]:
         return [sequence for sequence in self if sequence.attempt == attempt]
