@@ -298,7 +298,12 @@ class Attempt:
         if self._is_closed:
             return
         self._is_closed = True
+        release = self.decode.channel.release
         if self._unfinished and not self.decode.is_lost:
-            self.decode.channel.release(self.attempt_id, reason)
+            release(self.attempt_id, reason)
+        elif self._state is not State.DECODING and not self.decode.is_lost:
+            # The blocks are on their way to decode's cache, or will never come.
+            loop = asyncio.get_running_loop()
+            loop.call_later(self._config.token_timeout, release, self.attempt_id, "the request has ended")
         self.decode.forget(self.attempt_id)
         self._leg.close(reason, is_over=not self._unfinished or self._state is State.DECODING)
