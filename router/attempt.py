@@ -223,12 +223,7 @@ class Attempt:
         start = self._carried.start()
         # Samples that differ by now are attempted apart from each other.
         is_renewable = len(start.outputs) == 1 or start.outputs == self._start.outputs
-        if (
-            lost.is_fatal
-            or lost.worker == self.decode.worker_id
-            or not is_renewable
-            or not self._legs.has_prefill(self.decode, start.num_tokens)
-        ):
+        if lost.is_fatal or lost.worker == self.decode.worker_id or not is_renewable:
             raise lost
         if lost.is_failure:
             await self._carried.count_failure(lost)
