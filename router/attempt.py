@@ -296,7 +296,7 @@ class Attempt:
         release = self.decode.channel.release
         if self._unfinished and not self.decode.is_lost:
             release(self.attempt_id, reason)
-        elif self._state is not State.DECODING and not self.decode.is_lost:
+        elif self._unfinished is not None and self._state is not State.DECODING and not self.decode.is_lost:
             # The blocks are on their way to decode's cache, or will never come.
             loop = asyncio.get_running_loop()
             loop.call_later(self._config.token_timeout, release, self.attempt_id, "the request has ended")
