@@ -84,7 +84,6 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             record.end(_outcome_of_leaving(deadline))
         except asyncio.CancelledError:
             if self.calls.ending is not None and not context.cancelled():
-                _be_cancelled_no_more()
                 await _fail(context, record, self.calls.ending)
             if _is_being_cancelled() or context.cancelled():
                 record.end(_outcome_of_leaving(deadline))
@@ -255,13 +254,6 @@ def _outcome_of_leaving(deadline: float) -> Outcome:
 def _is_being_cancelled() -> bool:
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
-
-
-def _be_cancelled_no_more() -> None:
-    """The task was interrupted to tell its client something, which it could not do as a cancelled one."""
-    task = asyncio.current_task()
-    while task is not None and task.cancelling():
-        task.uncancel()
 
 
 def _now() -> float:

@@ -1,8 +1,10 @@
 """Workers that come late, do not fit, or leave: who gets work, who is refused, and what readiness says meanwhile."""
 
+import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,6 +83,25 @@ def test_cluster_without_a_pair_is_ready(tiny: Tiny) -> None:
         assert len(cluster.client.generate("hello", max_tokens=1, ignore_eos=True).token_ids) == 1
     finally:
         cluster.close()
+
+
+def test_loss_of_the_only_prefill_worker_stops_everything_or_goes_unnoticed(pair: Cluster) -> None:
+    """C36: what decodes goes on as the same attempt, new requests are refused at once, and a new worker is all it
+    takes."""
+    options: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True}
+    with pair.client.stream(prompt_of(20), **options) as chunks:
+        # The second token is decode's.
+        num_tokens = sum(len(chunk.token_ids) for chunk in itertools.islice(chunks, 2))
+        pair.of_role("prefill")[0].kill()
+        wait_for("the loss", lambda: not pair.workers_of("prefill"))
+        with pytest.raises(Unavailable, match=r"no prefill worker has joined \(--without-prefill refuse\)") as refusal:
+            pair.client.generate(prompt_of(20), **options)
+        assert refusal.value.retry_after_s is not None
+        num_tokens += sum(len(chunk.token_ids) for chunk in chunks)
+        assert (num_tokens, chunks.result().attempts) == (400, 1)
+    pair.add("prefill")
+    pair.wait_ready(2)
+    assert len(pair.client.generate(prompt_of(20), **options).token_ids) == 400
 
 
 def test_worker_of_another_model_joins(pair: Cluster, tiny: Tiny) -> None:

@@ -1,6 +1,7 @@
 """How the router's process could fail to start on settings that are right. Each test runs `python -m router`."""
 
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -37,8 +38,8 @@ def pickled(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def router(model: Path, *flags: str) -> Iterator[dict[str, Any]]:
-    """The log line that says where it listens; an early end fails the test with all that it wrote."""
+def router(model: Path, *flags: str, ending: signal.Signals = signal.SIGTERM) -> Iterator[dict[str, Any]]:
+    """The log line that says where it listens; an early end fails the test with all that it wrote. `ending` ends it."""
     ports = ("--grpc-port", "0", "--http-port", "0", "--internal-port", "0")
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "router", "--model", str(model), *ports, *flags],
@@ -56,7 +57,7 @@ def router(model: Path, *flags: str) -> Iterator[dict[str, Any]]:
                 break
         else:
             pytest.fail(f"the router ended with {process.wait()}:\n{''.join(lines)}")
-        process.terminate()
+        process.send_signal(ending)
         assert process.wait() == 0
     finally:
         process.kill()
@@ -77,3 +78,10 @@ def test_an_internal_address_of_ipv6_could_not_be_bound(pickled: Path) -> None:
         pytest.skip("this machine has no IPv6 loopback")
     with router(pickled, "--bind", "::1", "--internal-bind", "::1") as listening:
         socket.create_connection(("::1", listening["internal"])).close()
+
+
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
+def test_a_router_without_streams_waited_for_its_drain_to_pass(pickled: Path, ending: signal.Signals) -> None:
+    """Nothing is to be waited for: it ends at once, or this test runs into its own time limit."""
+    with router(pickled, "--drain-timeout", "1000s", ending=ending) as listening:
+        assert listening["grpc"] > 0

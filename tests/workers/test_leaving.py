@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import pytest
 
 from splitserve.service.lifecycle import StopRequest
 from splitserve.v1 import cluster_pb2 as pb
@@ -110,7 +111,10 @@ async def test_router_that_starts_anew_is_joined_by_a_worker_that_drains() -> No
         assert router.num_sessions == 1
 
 
-async def test_router_that_is_late_with_its_welcome_is_joined_by_a_worker_that_drains() -> None:
+async def test_router_that_is_late_with_its_welcome_is_joined_by_a_worker_that_drains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("splitserve.worker.join._WELCOME_TIMEOUT_S", 3600.0)
     router = FakeRouter()
     router.may_welcome.clear()
     async with joined(router) as joiner:
