@@ -137,6 +137,23 @@ class Attempts(RuleBasedStateMachine):
         else:
             getattr(lane, what)(place)
 
+    @rule(
+        request=requests,
+        what=st.sampled_from(["lose", "duplicate", "damage", "deliver"]),
+        number=numbers,
+        place=numbers,
+        at=bits,
+        count=st.integers(1, 4),
+    )
+    def disturb_transfer(self, request: Any, what: str, number: int, place: int, at: int, count: int) -> None:
+        """As above, to a request whose blocks are surely on their way."""
+        self.submit(request)
+        for _ in range(count):
+            self.cluster.move(without="kv")
+        if self.lanes():
+            self.disturb_kv(what, number, place, at)
+            self.cluster.move()
+
     @rule(number=numbers, place=numbers)
     def replay_kv(self, number: int, place: int) -> None:
         """Something that has arrived on a link arrives there again."""
