@@ -148,6 +148,7 @@ def test_ready_cluster_hid_what_its_start_took(start: Callable[..., Up], tmp_pat
     up.wait_for("prefill is up")
     (tmp_path / "go").touch()
     up.wait_for("The cluster is ready")
+    up.wait_for("| prefill-0 started in")  # the other stream: nothing orders the two
     own = [line.partition("| ")[2] for line in up.lines if line.startswith("splitserve ")]
     assert own[0].startswith("ready after ")
     assert own[1] == "prefill-0 started in 3.5 s: imports 3.0, other 0.5; all of it"
