@@ -3,6 +3,8 @@
     {"seed": 1, "rules": [{"kind": "drop", "message": "Blocks", "nth": 2},
                           {"kind": "bandwidth", "bytes_per_s": 50000000}]}
 
+A file that is replaced while it is carried out takes effect with the next message, and its counts begin anew.
+
 For tests only: accepted only with SPLITSERVE_TESTING=1.
 """
 
@@ -17,7 +19,7 @@ from kvtransfer.messages import AnyMessage
 from splitserve.service.errors import InvalidRequest
 
 ANY = "*"
-Kind = Literal["delay", "drop", "duplicate", "corrupt", "cut", "freeze", "bandwidth"]
+Kind = Literal["delay", "drop", "duplicate", "corrupt", "cut", "freeze", "hold", "bandwidth"]
 
 
 class FaultRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -25,7 +27,8 @@ class FaultRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     It befalls the nth to (nth + count - 1)th message that matches, counted from 1 over all links; `count` 0 means all
     from the nth on. `direction` is seen from this process. `delay` and `freeze` last `seconds`; a frozen link holds
-    both directions. `bandwidth` holds for every message of its direction, whatever the other fields say.
+    both directions. `hold` keeps the message and all behind it until the plan is replaced. `bandwidth` holds for every
+    message of its direction, whatever the other fields say.
     """
 
     kind: Kind
@@ -73,3 +76,27 @@ def load_fault_plan(path: Path) -> FaultPlan:
         if rule.kind in ("delay", "freeze") and rule.seconds <= 0:
             raise InvalidRequest(f"fault plan {path}: {rule.kind} needs seconds above 0")
     return plan
+
+
+class FaultPlanFile:
+    """Notices when the plan is another one. `plan` is the one that holds."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises InvalidRequest as `load_fault_plan` does, now and whenever the file is replaced."""
+        self._path = path
+        self._stamp = self._read_stamp()
+        self.plan = load_fault_plan(path)
+
+    def has_changed(self) -> bool:
+        stamp = self._read_stamp()
+        if stamp == self._stamp:
+            return False
+        self._stamp, self.plan = stamp, load_fault_plan(self._path)
+        return True
+
+    def _read_stamp(self) -> tuple[int, int]:
+        try:
+            status = self._path.stat()
+        except OSError as error:
+            raise InvalidRequest(f"fault plan {self._path}: {error}") from error
+        return status.st_ino, status.st_mtime_ns

@@ -5,19 +5,26 @@ Used by the KV thread like any carrier. What it holds back it holds in the sende
 
 import heapq
 import itertools
+import math
 import random
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import structlog
+
 from kvtransfer.carrier import Carrier, CarrierEvent, Disconnected, LinkId, Received, SendHandle
 from kvtransfer.endpoint import KVEndpoint
-from kvtransfer.fault_plan import FaultPlan, FaultRule, check_testing
+from kvtransfer.fault_plan import FaultPlan, FaultPlanFile, FaultRule, check_testing
 from kvtransfer.memory import SCHEME
 from kvtransfer.messages import AnyMessage, BadMessageError, decode
 from splitserve.service.errors import InvalidRequest
 
+log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+
+# How soon a replaced plan lets go what the last one held.
+_PLAN_INTERVAL_S = 0.01
 _LOOPBACK = (SCHEME, "tcp://127.", "tcp://[::1]:", "tcp://localhost:")
 
 
@@ -65,15 +72,16 @@ class _Fate:
 
 
 class FaultyCarrier:
-    def __init__(self, inner: Carrier, plan: FaultPlan, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, inner: Carrier, plan: FaultPlan | FaultPlanFile, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """Raises InvalidRequest outside of tests."""
         check_testing()
         self._inner = inner
-        self._plan = plan
+        self._file = plan if isinstance(plan, FaultPlanFile) else None
         self._clock = clock
-        self._random = random.Random(plan.seed)  # noqa: S311  # damage has to be repeatable, not secret
+        self._begin(plan.plan if isinstance(plan, FaultPlanFile) else plan)
         self._numbers = itertools.count()
-        self._matched: Counter[int] = Counter()
         self._lanes: defaultdict[tuple[LinkId, str], _Lane] = defaultdict(_Lane)
         self._held: list[_Held] = []
         self._ended: deque[Disconnected] = deque()
@@ -105,7 +113,10 @@ class FaultyCarrier:
         return handle
 
     def poll(self, timeout_s: float) -> list[CarrierEvent]:
+        self._look_at_file()
         if self._held:
+            if self._file is not None:
+                timeout_s = min(timeout_s, _PLAN_INTERVAL_S)
             timeout_s = min(timeout_s, max(0.0, self._held[0].due - self._clock()))
         events: list[CarrierEvent] = []
         for event in self._inner.poll(0.0 if self._ended else timeout_s):
@@ -134,11 +145,33 @@ class FaultyCarrier:
 
     # Faults.
 
+    def _begin(self, plan: FaultPlan) -> None:
+        self._plan = plan
+        self._matched: Counter[int] = Counter()
+        self._random = random.Random(plan.seed)  # noqa: S311  # damage has to be repeatable, not secret
+
+    def _look_at_file(self) -> None:
+        """Another plan holds nothing of what the last one held for good."""
+        if self._file is None or not self._file.has_changed():
+            return
+        self._begin(self._file.plan)
+        now = self._clock()
+        for lane in self._lanes.values():
+            lane.frozen_until = min(lane.frozen_until, now)
+            lane.free_at = min(lane.free_at, now)
+        for held in self._held:
+            held.due = min(held.due, now)
+        heapq.heapify(self._held)
+
     def _pass(self, link: LinkId, header: bytes, frames: Sequence[memoryview], handle: _HeldHandle | None) -> None:
         """Lets one message through the plan: zero, one or two copies of it are held until they are due."""
+        self._look_at_file()
         direction = "in" if handle is None else "out"
         fate = _Fate(header, frames, is_lost=link in self._cut_links)
-        for rule in self._rules_for(_peek(header), direction):
+        message = _peek(header)
+        for rule in self._rules_for(message, direction):
+            transfer = getattr(message, "transfer_id", "")
+            log.info("fault", kind=rule.kind, message=type(message).__name__, transfer=transfer)
             self._strike(rule, link, fate)
         if fate.is_repeated:
             copies = [memoryview(bytes(frame)) for frame in fate.frames]
@@ -160,6 +193,8 @@ class FaultyCarrier:
             case "freeze":
                 for way in ("in", "out"):
                     self._lanes[link, way].frozen_until = self._clock() + rule.seconds
+            case "hold":
+                self._lanes[link, rule.direction].frozen_until = math.inf
             case "duplicate":
                 fate.is_repeated = True
             case "corrupt":

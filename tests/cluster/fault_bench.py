@@ -1,0 +1,151 @@
+"""A cluster on which a request can be brought to a stage of its life, held there, and disturbed.
+
+Three workers of each role: one carries the request, one another stream, and one may still be starting after the last
+fault. Timeouts are short, so that what is lost is noticed soon; the tests wait as long as it takes.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from splitserve.client.types import Generation
+from tests.cluster.harness import PATIENCE_S, Cluster, Process, wait_for
+from tests.cluster.join_proxy import JoinProxy
+
+HEARTBEAT_TIMEOUT_S = 1.5
+TRANSFER_TIMEOUT_S = 1.0
+CHUNK = 48
+MAX_TOKENS = 60
+_ROUTER_FLAGS = {
+    "heartbeat_interval": "0.1s",
+    "suspect_timeout": "0.5s",
+    "heartbeat_timeout": f"{HEARTBEAT_TIMEOUT_S}s",
+    "reserve_timeout": "2s",
+}
+_WORKER_FLAGS = {
+    "transfer_timeout": f"{TRANSFER_TIMEOUT_S}s",
+    "kv_peer_timeout": "1.5s",
+    "rejoin_interval": "0.2s",
+    "max_num_batched_tokens": CHUNK,
+}
+# What a request may ask for, in turns: what it gets must not depend on what happens to it.
+OPTIONS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.1, "seed": 7, "top_p": 0.9},
+    {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "logit_bias": {30: 2.0}},
+    {"temperature": 0.9, "seed": 5, "presence_penalty": 0.5, "logprobs": 2, "prompt_logprobs": 1},
+]
+
+
+class Running:
+    """A stream that is read in a thread of its own."""
+
+    def __init__(self, cluster: Cluster, prompt: list[int], **options: Any) -> None:
+        self.prompt = prompt
+        self.ids: list[int] = []
+        self._cluster = cluster
+        self._options = {"ignore_eos": True, "max_tokens": MAX_TOKENS} | options
+        self._outcome: Generation | Exception | None = None
+        self._stream: Any = None
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        try:
+            with self._cluster.client.stream(self.prompt, **self._options) as stream:
+                self._stream = stream
+                for chunk in stream:
+                    self.ids += chunk.token_ids
+                self._outcome = stream.result()
+        except Exception as error:
+            self._outcome = error
+
+    def wait_tokens(self, count: int) -> None:
+        wait_for(f"{count} tokens", lambda: len(self.ids) >= count or self._outcome is not None)
+
+    def leave(self) -> None:
+        """The client goes away."""
+        wait_for("a stream to leave", lambda: self._stream is not None)
+        self._stream.close()
+
+    def result(self) -> Generation:
+        """Waits for the end; an error of the stream is raised."""
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive(), "the stream goes on for ever"
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        assert self._outcome is not None
+        return self._outcome
+
+
+class FaultBench:
+    def __init__(self, model: Path, plans: Path) -> None:
+        self.proxy = JoinProxy()
+        self.cluster = Cluster(
+            model,
+            prefill=3,
+            decode=3,
+            router_flags=_ROUTER_FLAGS,
+            decode_flags={"kv_cache_memory": "768KiB"},  # 96 blocks: two long prompts do not fit into one worker
+            proxy=self.proxy,
+            plans=plans,
+            **_WORKER_FLAGS,
+        )
+
+    def close(self) -> None:
+        self.cluster.close()
+        self.proxy.close()
+
+    def make_ready(self) -> None:
+        """Two linked workers of each role suffice; replacements of dead ones may still be starting."""
+        self.cluster.replace_dead()
+        for worker in self.cluster.workers:
+            worker.set_plan()
+
+        def is_ready() -> bool:
+            alive = {worker.pid for worker in self.cluster.workers if worker.popen.poll() is None}
+            workers = self.cluster.state()["workers"]
+            decodes = {w["id"] for w in workers if w["role"] == "decode"}
+            linked = [
+                w
+                for w in workers
+                if w["role"] == "prefill" and {i for i, link in w["links"].items() if link["reachable"]} >= decodes
+            ]
+            calm = all(w["pid"] in alive and w["state"] == "ready" for w in workers)
+            return calm and len(linked) >= 2 and len(decodes) >= 2 and len(linked) + len(decodes) == len(workers)
+
+        wait_for("two linked workers of each role", is_ready)
+
+    def plan(self, *rules: dict[str, Any]) -> None:
+        """On all prefill workers, for nobody knows yet which one it will be."""
+        for worker in self.cluster.of_role("prefill"):
+            worker.set_plan(*rules)
+
+    def worker_of(self, running: Running, role: str) -> Process:
+        return self.cluster.process_of(self.proxy.worker_of(running.prompt, role))
+
+    def run(self, prompt: list[int], **options: Any) -> Running:
+        return Running(self.cluster, prompt, **options)
+
+
+def signal_all(number: int, *pids: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+@contextlib.contextmanager
+def stopped(*pids: int) -> Iterator[None]:
+    signal_all(signal.SIGSTOP, *pids)
+    try:
+        yield
+    finally:
+        signal_all(signal.SIGCONT, *pids)
