@@ -83,17 +83,23 @@ class Running:
 
 
 class FaultBench:
-    def __init__(self, model: Path, plans: Path) -> None:
+    def __init__(
+        self, model: Path, plans: Path, *, prefill: int = 3, decode: int = 3, kv_patience_s: float | None = None
+    ) -> None:
+        """`kv_patience_s`: how long a transfer may be held before its workers give it up, instead of a short time."""
+        patience = f"{kv_patience_s}s" if kv_patience_s else None
+        worker_flags = _WORKER_FLAGS | ({"transfer_timeout": patience, "kv_peer_timeout": patience} if patience else {})
+        self._num_ready = min(2, prefill), min(2, decode)
         self.proxy = JoinProxy()
         self.cluster = Cluster(
             model,
-            prefill=3,
-            decode=3,
+            prefill=prefill,
+            decode=decode,
             router_flags=_ROUTER_FLAGS,
             decode_flags={"kv_cache_memory": "768KiB"},  # 96 blocks: two long prompts do not fit into one worker
             proxy=self.proxy,
             plans=plans,
-            **_WORKER_FLAGS,
+            **worker_flags,
         )
 
     def close(self) -> None:
@@ -116,7 +122,8 @@ class FaultBench:
                 if w["role"] == "prefill" and {i for i, link in w["links"].items() if link["reachable"]} >= decodes
             ]
             calm = all(w["pid"] in alive and w["state"] == "ready" for w in workers)
-            return calm and len(linked) >= 2 and len(decodes) >= 2 and len(linked) + len(decodes) == len(workers)
+            enough = len(linked) >= self._num_ready[0] and len(decodes) >= self._num_ready[1]
+            return calm and enough
 
         wait_for("two linked workers of each role", is_ready)
 

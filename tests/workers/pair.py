@@ -180,6 +180,13 @@ class Pair:
             self.decode.loop.turn(wait_s=0.0)
             time.sleep(0.001)
 
+    def until_without_decode(self, condition: Callable[[], bool]) -> None:
+        """Waits while decode's engine stands still; `condition` moves what shall move."""
+        give_up = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < give_up, "still waiting"
+            time.sleep(0.001)
+
     # The router's part
 
     def reserve(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ def locate(config: up.UpConfig) -> Model:
 
 
 def command() -> int:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # who runs the tests may have it ignored, as nohup does
     settings = json.loads(sys.argv[1])
     if "log_dir" in settings:
         settings["log_dir"] = Path(settings["log_dir"])
