@@ -78,13 +78,12 @@ class _WatchedAttention:
         self._account = account
 
     def plan(self, batch: PackedBatch, pool: KVPool, num_heads: int) -> AttentionPlan:
-        return _WatchedPlan(self._backend.plan(batch, pool, num_heads), self._account)
-
-
-class _WatchedPlan:
-    def __init__(self, plan: AttentionPlan, account: _Account) -> None:
-        self.store = account.timed("attention", plan.store)
-        self.attend = account.timed("attention", plan.attend)
+        plan = self._backend.plan(batch, pool, num_heads)
+        # On the plan itself: layers that know it call more of it than the contract has, and are to go on doing so.
+        for name in ("store", "attend", "attend_merged"):
+            if hasattr(plan, name):
+                setattr(plan, name, self._account.timed("attention", getattr(plan, name)))
+        return plan
 
 
 @contextmanager

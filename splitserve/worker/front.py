@@ -204,12 +204,10 @@ class Front:
             case messages.Load():
                 self._load = report
                 self._http.set_load(report)
-                for connection in self._joiner.connections.values():
-                    connection.send(self._load_message())
+                self._joiner.send(self._load_message())
             case messages.LinkReport():
                 self._links[report.peer] = report
-                for connection in self._joiner.connections.values():
-                    connection.send(translate.to_worker_message(report))
+                self._joiner.send(translate.to_worker_message(report))
             case messages.TransferReport() | messages.CacheLookup() | messages.Ignored():
                 self._http.count(report)
             case messages.Progress(text=text):

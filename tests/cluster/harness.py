@@ -25,7 +25,7 @@ from splitserve import Client
 if TYPE_CHECKING:
     from tests.cluster.join_proxy import JoinProxy
 
-PATIENCE_S = 240.0
+PATIENCE_S = 120.0
 
 
 def wait_for(what: str, condition: Callable[[], Any], patience_s: float = PATIENCE_S) -> Any:

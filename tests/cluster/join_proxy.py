@@ -1,4 +1,4 @@
-"""Between workers and router: forwards what they say on `Join`, by message, and holds, repeats or cuts on demand.
+"""Between workers and router: forwards what they say on `Join`, by message, and holds or cuts it on demand.
 
 A test names a request by its prompt; the proxy learns from `Reserve` and `Prefill` which ids belong to it and which
 workers it is on. Runs in a thread of the test's process; all public methods may be called from any thread.
@@ -78,7 +78,6 @@ class JoinProxy:
         self._prompts: dict[str, Prompt] = {}
         self._workers: dict[tuple[Prompt, str], str] = {}
         self._seen: Counter[tuple[str, Prompt]] = Counter()
-        self._repeated: Counter[tuple[str, Prompt]] = Counter()
         self._sessions: dict[str, _Session] = {}
         self._loop = asyncio.new_event_loop()
         started = threading.Event()
@@ -97,10 +96,6 @@ class JoinProxy:
         held = Held(self, kind, tuple(prompt))
         self.holds[kind, held.prompt] = held
         return held
-
-    def repeat(self, kind: str, prompt: Sequence[int]) -> None:
-        """The next message of this kind and prompt comes twice."""
-        self._repeated[kind, tuple(prompt)] = 1
 
     def seen(self, kind: str, prompt: Sequence[int]) -> int:
         return self._seen[kind, tuple(prompt)]
@@ -192,14 +187,12 @@ class JoinProxy:
             lane.put_nowait(message)
             return
         self._seen[kind, prompt] += 1
-        copies = 2 if self._repeated.pop((kind, prompt), 0) else 1
         behind = [held for held in self.holds.values() if held.prompt == prompt and held.stops(lane)]
         held = next(iter(behind), self.holds.get((kind, prompt)))
-        for _ in range(copies):
-            if held is None:
-                lane.put_nowait(message)
-            else:
-                held.keep(lane, message)
+        if held is None:
+            lane.put_nowait(message)
+        else:
+            held.keep(lane, message)
 
     def _prompt_of(self, session: _Session, kind: str, message: Any) -> Prompt | None:
         body = getattr(message, kind)

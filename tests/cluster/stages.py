@@ -4,6 +4,7 @@ import contextlib
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from tests.cluster.fault_bench import FaultBench, Running, signal_all
@@ -36,69 +37,6 @@ def queued(bench: FaultBench, prompt: list[int], options: dict[str, Any]) -> Ite
 
 
 @contextlib.contextmanager
-def reserved(bench: FaultBench, prompt: list[int], options: dict[str, Any]) -> Iterator[Running]:
-    with _held_message(bench, prompt, options, "prefill") as victim:
-        yield victim
-
-
-@contextlib.contextmanager
-def prefilling(bench: FaultBench, prompt: list[int], options: dict[str, Any]) -> Iterator[Running]:
-    """The engine stands still between two chunks, and with it what it sends."""
-    with _held_message(bench, prompt, options, "accepted") as victim:
-        engine = bench.worker_of(victim, "prefill").engine_pid()
-        signal_all(signal.SIGSTOP, engine)
-        try:
-            assert not bench.proxy.seen("first_tokens", prompt), "prefill was over too soon"
-            yield victim
-        finally:
-            signal_all(signal.SIGCONT, engine)
-
-
-@contextlib.contextmanager
-def transferring(bench: FaultBench, prompt: list[int], options: dict[str, Any]) -> Iterator[Running]:
-    with _held_transfer(bench, prompt, options, {"message": "Blocks", "nth": 2}) as victim:
-        yield victim
-
-
-@contextlib.contextmanager
-def finishing(bench: FaultBench, prompt: list[int], options: dict[str, Any]) -> Iterator[Running]:
-    """All blocks are there; what lets the decode worker begin is under way."""
-    with _held_transfer(bench, prompt, options, {"message": "Finish"}) as victim:
-        yield victim
-
-
-@contextlib.contextmanager
-def joined(bench: FaultBench, prompt: list[int], options: dict[str, Any]) -> Iterator[Running]:
-    """Decoding has begun, and the router does not know."""
-    with _held_message(bench, prompt, options, "step_tokens") as victim:
-        yield victim
-
-
-@contextlib.contextmanager
-def decoding(bench: FaultBench, prompt: list[int], options: dict[str, Any]) -> Iterator[Running]:
-    """The client has some tokens, others are on their way."""
-    victim = bench.run(prompt, **options)
-    victim.wait_tokens(5)
-    hold = bench.proxy.hold("step_tokens", prompt)
-    try:
-        hold.wait()
-        yield victim
-    finally:
-        hold.release()
-
-
-STAGES: dict[str, Stage] = {
-    "queued": queued,
-    "reserved": reserved,
-    "prefilling": prefilling,
-    "transferring": transferring,
-    "finishing": finishing,
-    "joined": joined,
-    "decoding": decoding,
-}
-
-
-@contextlib.contextmanager
 def _held_message(bench: FaultBench, prompt: list[int], options: dict[str, Any], kind: str) -> Iterator[Running]:
     hold = bench.proxy.hold(kind, prompt)
     victim = bench.run(prompt, **options)
@@ -126,3 +64,42 @@ def _held_transfer(
         yield victim
     finally:
         bench.plan()
+
+
+@contextlib.contextmanager
+def prefilling(bench: FaultBench, prompt: list[int], options: dict[str, Any]) -> Iterator[Running]:
+    """The engine stands still between two chunks, and with it what it sends."""
+    with _held_message(bench, prompt, options, kind="accepted") as victim:
+        engine = bench.worker_of(victim, "prefill").engine_pid()
+        signal_all(signal.SIGSTOP, engine)
+        try:
+            assert not bench.proxy.seen("first_tokens", prompt), "prefill was over too soon"
+            yield victim
+        finally:
+            signal_all(signal.SIGCONT, engine)
+
+
+@contextlib.contextmanager
+def decoding(bench: FaultBench, prompt: list[int], options: dict[str, Any]) -> Iterator[Running]:
+    """The client has some tokens, others are on their way."""
+    victim = bench.run(prompt, **options)
+    victim.wait_tokens(5)
+    hold = bench.proxy.hold("step_tokens", prompt)
+    try:
+        hold.wait()
+        yield victim
+    finally:
+        hold.release()
+
+
+STAGES: dict[str, Stage] = {
+    "queued": queued,
+    "reserved": partial(_held_message, kind="prefill"),
+    "prefilling": prefilling,
+    "transferring": partial(_held_transfer, rule={"message": "Blocks", "nth": 2}),
+    # All blocks are there; what lets the decode worker begin is under way.
+    "finishing": partial(_held_transfer, rule={"message": "Finish"}),
+    # Decoding has begun, and the router does not know.
+    "joined": partial(_held_message, kind="step_tokens"),
+    "decoding": decoding,
+}

@@ -26,17 +26,13 @@ def bench(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory)
     made.close()
 
 
-def leave(victim: Running) -> None:
-    victim.leave()
-
-
 def miss_the_deadline(victim: Running) -> None:
     with pytest.raises(DeadlineExceeded):
         victim.result()
 
 
 ENDINGS: dict[str, tuple[Callable[[Running], None], str, dict[str, Any]]] = {
-    "leave": (leave, "cancelled", {}),
+    "leave": (Running.leave, "cancelled", {}),
     "deadline": (miss_the_deadline, "deadline", {"timeout": DEADLINE_S}),
 }
 

@@ -223,7 +223,7 @@ async def lost_while_arriving(
 
 
 async def test_loss_of_the_old_transfer_costs_the_new_one(router: Router) -> None:
-    """Edge 1: it was said before decode heard of the renewal, and is read after it, or after the new ticket."""
+    """It was said before decode heard of the renewal, and is read after it, or after the new ticket."""
     task, decode, other, attempt = await lost_while_arriving(router)
     decode.transfer_lost(attempt)
     decode.reserved(attempt, 2)
@@ -238,7 +238,7 @@ async def test_loss_of_the_old_transfer_costs_the_new_one(router: Router) -> Non
 
 @pytest.mark.parametrize("token_is_first", [False, True])
 async def test_decode_that_already_runs_is_handed_another_prompt(router: Router, token_is_first: bool) -> None:
-    """Edge 2: all blocks had come; the room that was promised on the other prefill worker is free again."""
+    """All blocks had come; the room that was promised on the other prefill worker is free again."""
     task, decode, other, attempt = await lost_while_arriving(router)
     if token_is_first:
         decode.token(attempt, 0, 100)
@@ -254,7 +254,7 @@ async def test_decode_that_already_runs_is_handed_another_prompt(router: Router,
 
 @pytest.mark.parametrize("word", ["ended", "refused"])
 async def test_kept_for_too_short_a_time_is_a_second_failure(router: Router, word: str) -> None:
-    """Edge 3: the time for which decode keeps the reservation passes as the renewal is on its way."""
+    """The time for which decode keeps the reservation passes as the renewal is on its way."""
     task, decode, other, attempt = await lost_while_arriving(router)
     if word == "ended":
         decode.ended(attempt, Reason.TIMEOUT)
@@ -266,7 +266,6 @@ async def test_kept_for_too_short_a_time_is_a_second_failure(router: Router, wor
 
 
 async def test_revocation_while_the_ticket_is_renewed_is_a_second_failure(router: Router) -> None:
-    """Edge 4."""
     task, decode, other, attempt = await lost_while_arriving(router)
     decode.ended(attempt, Reason.PREEMPTED)
     second = await hand_off(other, decode, 1)
@@ -276,7 +275,7 @@ async def test_revocation_while_the_ticket_is_renewed_is_a_second_failure(router
 
 
 async def test_ticket_that_is_said_twice_is_handed_out_twice(router: Router) -> None:
-    """Edge 5: also the one that has been spent."""
+    """Also the one that has been spent."""
     task, decode, other, attempt = await lost_while_arriving(router)
     decode.reserved(attempt, 1)
     await asyncio.sleep(0.01)
@@ -292,7 +291,6 @@ async def test_ticket_that_is_said_twice_is_handed_out_twice(router: Router) -> 
 
 
 async def test_client_that_leaves_while_the_ticket_is_renewed_keeps_a_worker_busy(router: Router) -> None:
-    """Edge 6."""
     task, decode, other, attempt = await lost_while_arriving(router)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -303,7 +301,7 @@ async def test_client_that_leaves_while_the_ticket_is_renewed_keeps_a_worker_bus
 
 
 async def test_late_first_token_of_a_lost_leg_is_shown() -> None:
-    """Edges 7 and 10: decode's new prompt lacks it, so the next leg draws that position, and it alone is believed."""
+    """Decode's new prompt lacks it, so the next leg draws that position, and it alone is believed."""
     router = Router()
     prefills, (decode,) = router.pairs(2, 1)
     task = asyncio.create_task(collect(router.submit()))
@@ -343,7 +341,7 @@ async def test_new_leg_dies_before_it_was_given_anything(router: Router) -> None
 
 
 async def test_prompt_logprobs_of_the_second_leg_are_shown_again(router: Router) -> None:
-    """Edge 9: they begin at 0 again."""
+    """They begin at 0 again."""
     prefills, (decode,) = router.pairs(2, 1)
     task = asyncio.create_task(collect_all(router.submit(prompt_logprobs=1)))
     _, prefill, attempt = await next_attempt(prefills, [decode])

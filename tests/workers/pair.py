@@ -172,19 +172,12 @@ class Pair:
             if not (self.prefill.engine.has_work() or self.decode.engine.has_work()):
                 time.sleep(0.001)
 
-    def until_without_prefill(self, condition: Callable[[], bool]) -> None:
-        """Waits while only the KV threads and decode move."""
+    def until_alone(self, rig: EngineRig, condition: Callable[[], bool]) -> None:
+        """Waits while only the KV threads and one engine move."""
         give_up = time.monotonic() + PATIENCE_S
         while not condition():
             assert time.monotonic() < give_up, "still waiting"
-            self.decode.loop.turn(wait_s=0.0)
-            time.sleep(0.001)
-
-    def until_without_decode(self, condition: Callable[[], bool]) -> None:
-        """Waits while decode's engine stands still; `condition` moves what shall move."""
-        give_up = time.monotonic() + PATIENCE_S
-        while not condition():
-            assert time.monotonic() < give_up, "still waiting"
+            rig.loop.turn(wait_s=0.0)
             time.sleep(0.001)
 
     # The router's part

@@ -1,6 +1,5 @@
 """A request is given up at every moment of its life on the workers: what is left of it costs nothing more."""
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,15 +8,12 @@ import pytest
 
 from kvtransfer.events import TransferComplete
 from splitserve.worker import messages
-from tests.tiny_models import VOCAB_SIZE, build
+from tests.tiny_models import build
 from tests.workers.pair import EngineRig, Pair
+from tests.workers.test_hand_off import prompt_of
 
 B = 16
 CHUNK = 48
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return random.Random(f"{seed}/{length}").choices(range(3, VOCAB_SIZE), k=length)
 
 
 def release(pair: Pair, attempt: str) -> None:
@@ -92,12 +88,11 @@ def test_end_between_the_last_block_and_the_first_step(is_first: bool, make_pair
     held: list[Any] = []
 
     def has_completed() -> bool:
-        pair.prefill.loop.turn(wait_s=0.0)
         while not waiting.empty():
             held.append(waiting.get())
         return any(isinstance(item, TransferComplete) for item in held)
 
-    pair.until_without_decode(has_completed)
+    pair.until_alone(pair.prefill, has_completed)
     ending = messages.Release(attempt, "the client is gone")
     for item in [ending, *held] if is_first else [*held, ending]:
         waiting.put(item)

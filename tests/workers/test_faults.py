@@ -132,7 +132,7 @@ def test_blocks_wait_for_the_whole_prompt(make_pair: MakePair) -> None:
     while state.num_computed < 8 * B:
         pair.prefill.loop.turn(wait_s=0.0)
     # Four of five chunks are computed and the fifth has not started: nothing turns the prefill engine here.
-    pair.until_without_prefill(lambda: pair.decode.agent.stats().bytes_received > 0)
+    pair.until_alone(pair.decode, lambda: pair.decode.agent.stats().bytes_received > 0)
     assert state.num_computed == 8 * B
     pair.until(lambda: pair.is_finished(attempt))
     pair.assert_drained()

@@ -265,7 +265,7 @@ def test_reservation_without_a_transfer_takes_blocks_from_a_running_one(
         hold_cancel(pair, monkeypatch)
         hold_finish(pair, monkeypatch)
         renew(pair, attempt)
-        pair.until_without_prefill(lambda: bool(pair.endings(attempt)))
+        pair.until_alone(pair.decode, lambda: bool(pair.endings(attempt)))
         cancel(pair.tickets(attempt)[0].transfer_id, "test")
     pair.until(lambda: pair.is_finished(oldest))
     assert [ending.reason for ending in pair.endings(attempt)] == [Reason.PREEMPTED]
