@@ -37,6 +37,8 @@ class RouterConfig:
     "Bytes of text that may be tokenized or wait for it; more are refused."
     max_attempts: Positive = 3
     "Attempts that may fail before the request does."
+    max_deaths: Positive = 2
+    "A request that was running on this many workers when they died is taken for the cause, and given no other."
     request_timeout: Duration = 600.0
     "Longest life of a request; a client's shorter deadline wins."
     failover_timeout: Duration = 30.0

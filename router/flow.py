@@ -30,8 +30,6 @@ log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 # A worker that just refused is not asked again in the same breath. Whoever was refused waits for that in the queue,
 # where nobody takes its place.
 _REFUSAL_PAUSE_S = 0.05
-# A request that was running on this many workers when they died is taken for the cause.
-_MAX_DEATHS = 2
 
 
 class PairSource(Protocol):
@@ -225,18 +223,16 @@ class RequestFlow:
         Both waits are rare. A death may show later than its effects; and a worker that seems dead may have lost only
         its stream, and then is back soon.
         """
-        ran_on = frozenset(self._ran_on)
+        ran_on, max_deaths = frozenset(self._ran_on), self._config.max_deaths
         deaths = self._pairs.deaths_among(ran_on)
         may_be_one_more = lost.reason == Reason.TRANSFER_FAILED and lost.ran_on.isdisjoint(deaths)
-        if may_be_one_more and len(deaths) == _MAX_DEATHS - 1:
+        if may_be_one_more and len(deaths) == max_deaths - 1:
+            deaths = await self._pairs.deaths_until(ran_on, lambda num: num >= max_deaths, self._config.suspect_timeout)
+        if len(deaths) >= max_deaths:
             deaths = await self._pairs.deaths_until(
-                ran_on, lambda num: num >= _MAX_DEATHS, self._config.suspect_timeout
+                ran_on, lambda num: num < max_deaths, self._config.heartbeat_timeout
             )
-        if len(deaths) >= _MAX_DEATHS:
-            deaths = await self._pairs.deaths_until(
-                ran_on, lambda num: num < _MAX_DEATHS, self._config.heartbeat_timeout
-            )
-        if len(deaths) < _MAX_DEATHS:
+        if len(deaths) < max_deaths:
             return
         message = f"{len(deaths)} workers died while they ran this request"
         if all(end is End.SEEN for end in deaths.values()):

@@ -203,6 +203,23 @@ async def test_worker_that_is_back_counts_as_dead() -> None:
     router.assert_idle()
 
 
+@pytest.mark.parametrize(("max_deaths", "survives"), [(2, False), (3, True)])
+async def test_limit_of_deaths_is_not_the_flags(max_deaths: int, survives: bool) -> None:
+    router = Router(max_attempts=10, heartbeat_timeout=0.05, max_deaths=max_deaths)
+    prefills, decodes = router.pairs(1, 3)
+    task = asyncio.create_task(collect(router.submit()))
+    lost = await lose_two(router, prefills, decodes, End.SEEN)
+    if survives:
+        last = next(decode for decode in decodes if decode not in lost)
+        _, prefill, attempt = await next_attempt(prefills, [last])
+        prefill.first(attempt, 2, 102, LENGTH)
+        assert ids(await task) == [100, 101, 102]
+    else:
+        with pytest.raises(Internal, match="2 workers died"):
+            await task
+    router.assert_idle()
+
+
 @pytest.mark.parametrize("end", End)
 async def test_network_that_breaks_is_taken_for_the_requests_fault(end: End) -> None:
     """Workers that were seen to end have died; of silent ones nobody knows, and the client may try again."""
