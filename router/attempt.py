@@ -91,7 +91,7 @@ class Attempt:
         The prompt's logprobs, where they are asked for, come before any token.
 
         Raises AttemptLostError when the attempt is over early, TimeoutError when the request's own deadline has passed,
-        and what `carried.count_failure` raises.
+        and what `carried.failures.count` raises.
         """
         self._carried = carried
         self._start = carried.start()
@@ -127,6 +127,7 @@ class Attempt:
         is_first = self._state is State.RESERVING
         if not is_first and (self._state is not State.RENEWING or ticket.transfer_id == self._ticket.transfer_id):
             return  # said twice
+        self._carried.failures.heard_of(self.decode.worker_id)
         self._ticket = ticket
         self._is_ticket_spent = False
         self._seek_until = self._clock() + self._config.reserve_timeout
@@ -146,6 +147,7 @@ class Attempt:
                 if self.num_cached_tokens is None:
                     self.num_cached_tokens = num_cached_tokens
                 self._leg.is_accepted = True
+                self._carried.failures.heard_of(self._leg.worker.worker_id)
                 if self._state is State.HANDING_OVER:
                     self._state = State.PREFILLING
             case FirstTokensArrived(tokens=tokens):
@@ -162,6 +164,7 @@ class Attempt:
     def _on_running(self) -> None:
         """All blocks have come, even if the leg that sent them was taken for lost."""
         if self._state in WITHOUT_LEG:
+            self._carried.failures.heard_of(self.decode.worker_id)
             self._leg.close("the blocks of the leg before it have come")
             if self._carried.start().sampling.prompt_logprobs is not None:  # nobody brings the rest of them
                 raise self._why_another
@@ -190,22 +193,22 @@ class Attempt:
             await self._end(setback)
         elif self._state in (State.RESERVING, State.RENEWING):
             # Nothing had been given to it yet, so nobody has failed.
-            self._close_leg(setback, replace(loss(setback, frozenset()), is_failure=False))
+            self._close_leg(setback, replace(loss(setback), is_failure=False))
         elif self._state is State.HANDING_OVER and isinstance(setback, Refused) and is_no_failure(setback):
-            self._close_leg(setback, loss(setback, frozenset()))
+            self._close_leg(setback, loss(setback))
             self._seek()
         elif self._state in WITH_LEG:
             await self._lose_leg(setback)
         elif not self._leg.is_scored:
-            raise loss(setback, self._ran_on)
+            raise self._loss(setback)
 
     async def _end(self, setback: Setback) -> None:
         """Decode does not go on."""
         cause = await explanation(self._inbox, setback, self.decode.worker_id) if is_effect(setback) else setback
         assert not isinstance(cause, TokenArrived), "decode says no token after its end"
-        lost = loss(cause, self._ran_on)
+        lost = self._loss(cause)
         if self._state in WITHOUT_LEG and lost.reason == Reason.TIMEOUT:  # the reservation's: the leg has been counted
-            lost = replace(lost, is_failure=False)
+            lost = replace(lost, is_counted=True)
         raise lost
 
     async def _lose_leg(self, setback: Setback) -> None:
@@ -217,7 +220,7 @@ class Attempt:
             if self._leg.is_scored:
                 return  # nothing is lost
             cause = setback
-        lost = loss(cause, self._ran_on)
+        lost = self._loss(cause)
         if isinstance(cause, TransferLost):
             lost = replace(lost, worker=self._leg.worker.worker_id)
         start = self._carried.start()
@@ -226,8 +229,8 @@ class Attempt:
         if lost.is_fatal or lost.worker == self.decode.worker_id or not is_renewable:
             raise lost
         if lost.is_failure:
-            await self._carried.count_failure(lost)
-        self._close_leg(setback, replace(lost, is_failure=False))
+            await self._carried.failures.count(lost)
+        self._close_leg(setback, replace(lost, is_counted=True))
         self._is_ticket_spent = True
         self._seek_until = self._clock() + self._config.reserve_timeout
         self._seek()
@@ -262,12 +265,12 @@ class Attempt:
         seconds_left = self._carried.seconds_left()
         self.decode.channel.renew(self.attempt_id, self._ticket.transfer_id, start.outputs, seconds_left)
 
-    @property
-    def _ran_on(self) -> frozenset[str]:
-        """Who may be computing for this request, as far as is known here."""
-        prefill = {self._leg.worker.worker_id} if self._leg.is_accepted and self._state in WITH_LEG else set()
-        decode = {self.decode.worker_id} if self._state in (State.ARRIVING, State.DECODING) else set()
-        return frozenset(prefill | decode)
+    def _loss(self, setback: Setback) -> AttemptLostError:
+        """With who may be computing for this request, as far as is known here."""
+        prefill, decode = frozenset({self._leg.worker.worker_id}), frozenset({self.decode.worker_id})
+        prefills = prefill if self._leg.is_accepted and self._state in WITH_LEG else frozenset[str]()
+        decodes = decode if self._state in (State.ARRIVING, State.DECODING) else frozenset[str]()
+        return loss(setback, prefills | decodes, prefill | decode)
 
     # Waiting
 

@@ -27,8 +27,11 @@ _ECHO_S = 0.1
 
 @dataclass(eq=False)
 class AttemptLostError(Exception):
-    """The attempt ended without finishing its samples. `worker` is at fault, or said so; the request may have run on
-    the workers in `ran_on`: if they turn out to have died, it may be the cause."""
+    """The attempt ended without finishing its samples. `worker` is at fault, or said so.
+
+    The request may have run on the workers in `ran_on`: if they turn out to have died, it may be the cause. If one of
+    the `suspects` does, its death was the cause of this, and no other failure. `is_counted`: with a leg, before.
+    """
 
     reason: str
     message: str
@@ -36,13 +39,19 @@ class AttemptLostError(Exception):
     is_fatal: bool = False
     worker: str = ""
     ran_on: frozenset[str] = frozenset()
+    suspects: frozenset[str] = frozenset()
+    is_counted: bool = False
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.message}"
 
 
-def loss(setback: Setback, ran_on: frozenset[str]) -> AttemptLostError:
-    """What `setback` means for the request, which may have run on the workers in `ran_on` by then."""
+_NOBODY: frozenset[str] = frozenset()
+
+
+def loss(setback: Setback, ran_on: frozenset[str] = _NOBODY, both: frozenset[str] = _NOBODY) -> AttemptLostError:
+    """What `setback` means for the request, which may have run on the workers in `ran_on` by then; `both` are the two
+    that had a part in it."""
     if isinstance(setback, WorkerLost):
         message = f"{setback.worker}: {setback.message}"
         return AttemptLostError(WORKER_LOST, message, is_failure=True, worker=setback.worker, ran_on=ran_on)
@@ -53,7 +62,8 @@ def loss(setback: Setback, ran_on: frozenset[str]) -> AttemptLostError:
         is_failure=is_failure,
         is_fatal=setback.reason in (_FATAL_REFUSALS if isinstance(setback, Refused) else _FATAL),
         worker=setback.worker,
-        ran_on=ran_on if is_failure else frozenset(),
+        ran_on=ran_on if is_failure else _NOBODY,
+        suspects=both if is_effect(setback) else _NOBODY,
     )
 
 

@@ -5,7 +5,7 @@ prompt and the outputs that the client already has. Runs in the task of the clie
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Set
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Protocol
@@ -16,13 +16,13 @@ from router.attempt import Attempt
 from router.carried import Carried
 from router.causes import AttemptLostError
 from router.config import RouterConfig
-from router.membership import End
+from router.failures import Deaths, Failures
 from router.metrics import RouterMetrics, Stage
 from router.queue import Waiting
 from router.request import Event, GenerationRequest, PromptLogprobs, TokenEvent, TokenLogprobs
 from router.scheduler import Demand
 from router.worker import PromptLogprobsArrived, Start, TokenArrived
-from splitserve.service.errors import DeadlineExceeded, Internal, Unavailable
+from splitserve.service.errors import DeadlineExceeded, Unavailable
 from splitserve.service.reasons import Reason
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
@@ -32,7 +32,7 @@ log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 _REFUSAL_PAUSE_S = 0.05
 
 
-class PairSource(Protocol):
+class PairSource(Deaths, Protocol):
     """Where attempts come from; `dispatcher` is the one."""
 
     @property
@@ -47,12 +47,6 @@ class PairSource(Protocol):
     def withdraw(self, waiting: Waiting) -> None: ...
 
     def close(self, attempt: Attempt, reason: str) -> None: ...
-
-    def deaths_among(self, workers: Set[str]) -> Mapping[str, End]: ...
-
-    async def deaths_until(
-        self, workers: Set[str], is_enough: Callable[[int], bool], timeout_s: float
-    ) -> Mapping[str, End]: ...
 
 
 class RequestFlow:
@@ -75,9 +69,7 @@ class RequestFlow:
         self._clock: Callable[[], float] = asyncio.get_running_loop().time
         self._outputs: dict[int, list[int]] = {index: [] for index in range(request.sampling.n)}
         self._num_scored = 0
-        self._failures = 0
-        self._ran_on: set[str] = set()
-        self._avoid: set[str] = set()
+        self._failures = Failures(pairs, config)
         self._numerics = ""
         self._cached_tokens: int | None = None
         self._next_reason = "first"
@@ -140,9 +132,7 @@ class RequestFlow:
         self.attempts += 1
         self._metrics.count_attempt(self._next_reason)
         self._numerics = self._numerics or attempt.decode.identity.numerics
-        carried = Carried(
-            lambda: self._start(samples), self._seconds_left, self._count_failure, self._request.traceparent
-        )
+        carried = Carried(lambda: self._start(samples), self._seconds_left, self._failures, self._request.traceparent)
         running = attempt.tokens(carried)
         try:
             async with aclosing(running) as tokens:
@@ -197,47 +187,8 @@ class RequestFlow:
         self._was_failure = lost.is_failure
         if lost.reason != Reason.NO_ROOM:  # one that was preempted and then refused still has to find a lasting place
             self._was_preempted = lost.reason == Reason.PREEMPTED
-        if lost.is_failure:
-            await self._count_failure(lost)
-
-    async def _count_failure(self, lost: AttemptLostError) -> None:
-        """Of an attempt, or of a leg of one; raises the client's error if there is to be no other."""
-        if lost.reason == Reason.TOO_LARGE:  # it was not when it was admitted: larger workers have left
-            raise Unavailable(f"{lost.reason}: {lost.message}", reason="NO_WORKERS", retry_after_s=1.0)
-        if lost.is_fatal:
-            raise Internal(f"{lost.reason}: {lost.message}")
-        self._avoid.add(lost.worker)
-        self._failures += 1
-        self._ran_on |= lost.ran_on
-        await self._check_deaths(lost)
-        if self._failures >= self._config.max_attempts:
-            raise Unavailable(
-                f"{self._failures} attempts failed, the last one by {lost}",
-                reason="ATTEMPTS_EXHAUSTED",
-                retry_after_s=1.0,
-            )
-
-    async def _check_deaths(self, lost: AttemptLostError) -> None:
-        """A request that workers die of is not given another one to kill.
-
-        Both waits are rare. A death may show later than its effects; and a worker that seems dead may have lost only
-        its stream, and then is back soon.
-        """
-        ran_on, max_deaths = frozenset(self._ran_on), self._config.max_deaths
-        deaths = self._pairs.deaths_among(ran_on)
-        may_be_one_more = lost.reason == Reason.TRANSFER_FAILED and lost.ran_on.isdisjoint(deaths)
-        if may_be_one_more and len(deaths) == max_deaths - 1:
-            deaths = await self._pairs.deaths_until(ran_on, lambda num: num >= max_deaths, self._config.suspect_timeout)
-        if len(deaths) >= max_deaths:
-            deaths = await self._pairs.deaths_until(
-                ran_on, lambda num: num < max_deaths, self._config.heartbeat_timeout
-            )
-        if len(deaths) < max_deaths:
-            return
-        message = f"{len(deaths)} workers died while they ran this request"
-        if all(end is End.SEEN for end in deaths.values()):
-            raise Internal(message, reason="WORKERS_DIED")
-        raise Unavailable(message, reason="WORKERS_DIED", retry_after_s=1.0)  # it may have been the network
+        if lost.is_failure and not lost.is_counted:
+            await self._failures.count(lost)
 
     # Pieces
 
@@ -260,7 +211,7 @@ class RequestFlow:
                 start.num_tokens,
                 len(start.outputs),
                 was_preempted=self._was_preempted,
-                avoid=frozenset(self._avoid),
+                avoid=frozenset(self._failures.avoid),
                 numerics=self._numerics,
             ),
             is_retry=self.attempts > 0,

@@ -196,6 +196,20 @@ async def test_reservation_outlasts_the_search_for_room() -> None:
     router.assert_idle()
 
 
+async def test_request_that_lost_a_leg_waits_for_ever_for_room() -> None:
+    """It was interrupted by a failure, whoever has counted it."""
+    router = Router(reserve_timeout=0.1, failover_timeout=0.2)
+    prefills, (decode,) = router.pairs(2, 1)
+    task = asyncio.create_task(collect(router.submit()))
+    _, prefill, _ = await next_attempt(prefills, [decode])
+    other = prefills[1 - prefills.index(prefill)]
+    other.worker.load = LoadReport(blocks_free=0, blocks_in_use=100)
+    router.leave(prefill)
+    with pytest.raises(Unavailable, match="interrupted by worker_lost, and no pair of workers has room"):
+        await asyncio.wait_for(task, 5)
+    router.assert_idle()
+
+
 # Words that cross
 
 
