@@ -44,10 +44,12 @@ class Client:
         options: Options,
         num_samples: int,
         deadline_s: float | None,
+        number: int,
         now: Callable[[], float],
         num_lost: Callable[[], int],
     ) -> None:
-        """`num_lost` counts the workers that the router has lost, at that moment."""
+        """`number` tells clients apart; `num_lost` counts the workers that the router has lost, at that moment."""
+        self.traceparent = f"00-{number + 1:032x}-{1:016x}-01"
         engine_values = {"seed": 0} | options.values
         params = SamplingParams(max_tokens=max_tokens, **engine_values)
         self.reference = Reference(prompt_ids, params, num_samples)
@@ -90,8 +92,8 @@ class Client:
     def time_remaining(self) -> float | None:
         return None if self.deadline_s is None else self._began + self.deadline_s - self._now()
 
-    def invocation_metadata(self) -> tuple[()]:
-        return ()
+    def invocation_metadata(self) -> tuple[tuple[str, str]]:
+        return (("traceparent", self.traceparent),)
 
     def cancelled(self) -> bool:
         return self.has_left
@@ -114,6 +116,12 @@ class Client:
         raise grpc.aio.AbortError
 
     # What has to hold
+
+    def check_deadline(self, longest_s: float) -> None:
+        """A client that listens hears of the end in time."""
+        limit_s = longest_s if self.deadline_s is None else min(self.deadline_s, longest_s)
+        is_late = self._now() > self._began + limit_s + 0.01 and self.may_read.is_set()
+        assert self.is_over or not is_late, "a request goes on after its deadline"
 
     def _take_token(self, sample: int, chunk: pb.GenerateChunk) -> None:
         text, position = self.reference.texts[sample], len(self.tokens[sample])

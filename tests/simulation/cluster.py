@@ -14,7 +14,6 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from router.config import RouterConfig
-from router.dispatcher import ClusterDispatcher
 from router.join import ClusterServicer
 from router.membership import Membership
 from router.metrics import Outcome, RouterMetrics
@@ -26,28 +25,31 @@ from splitserve.v1 import inference_pb2 as pb_public
 from tests.kvtransfer.fake_link import Parcel
 from tests.router.fakes import ByteTokenizer, PieceDetokenizer
 from tests.simulation.client import Client, Options
-from tests.simulation.hash_model import LAYOUT, VOCAB_SIZE, kv_bytes
+from tests.simulation.hash_model import LAYOUT, MODEL, VOCAB_SIZE, kv_bytes
+from tests.simulation.router_books import Commands, WatchedDispatcher
 from tests.simulation.stream import JoinStream
 from tests.simulation.virtual_time import SimulatedLoop, VirtualClock
 from tests.simulation.wires import Lane, Wires
-from tests.simulation.worker import HEARTBEAT_TIMEOUT_S, MODEL, SimulatedWorker, keys_of
+from tests.simulation.worker import HEARTBEAT_TIMEOUT_S, SimulatedWorker, keys_of
 
 # How far time goes in one piece: everybody shows a sign of life after each.
 BEAT_S = 1.0
 # Attempts, patience and deadlines are plenty: whatever fails a request here fails it wrongly.
-ROUTER_CONFIG = RouterConfig(
+PLENTY = RouterConfig(
     max_attempts=1000,
     request_timeout=100_000.0,
     failover_timeout=10_000.0,
     passing_timeout=2.0,
     reserve_timeout=2.0,
-    prefill_timeout=20.0,
+    prefill_timeout=4.0,  # less than a transfer may stand still
     token_timeout=10.0,
     heartbeat_interval=BEAT_S,
     suspect_timeout=2.0,
     heartbeat_timeout=HEARTBEAT_TIMEOUT_S,
     stall_timeout=10.0,
 )
+# All of them soon run out.
+SCARCE = replace(PLENTY, max_attempts=2, failover_timeout=5.0, request_timeout=60.0)
 
 
 class CountedOutcomes(RouterMetrics):
@@ -72,7 +74,7 @@ class SeveralSamples(RequestValidator):
 
 
 class Cluster:
-    def __init__(self) -> None:
+    def __init__(self, config: RouterConfig = PLENTY) -> None:
         # Log records cost more than all else here.
         self._log_config = structlog.get_config()
         structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
@@ -82,9 +84,11 @@ class Cluster:
         self.workers: list[SimulatedWorker] = []
         self.clients: list[Client] = []
         self.known: dict[bytes, bytes] = {}
+        self.config = config
+        self._commands = Commands(self.clients, self.workers)
         self.metrics = CountedOutcomes()
-        self.membership = Membership(ROUTER_CONFIG, MODEL.name, MODEL.revision)
-        self.dispatcher = ClusterDispatcher(ROUTER_CONFIG, self.membership, self.metrics)
+        self.membership = Membership(config, MODEL.name, MODEL.revision)
+        self.dispatcher = WatchedDispatcher(config, self.membership, self.metrics)
         self._validator = SeveralSamples(MODEL, ByteTokenizer(), self.membership.limits)
         self._public = InferenceServicer(
             model=MODEL,
@@ -93,9 +97,9 @@ class Cluster:
             dispatcher=self.dispatcher,
             limits=self.membership.limits,
             metrics=self.metrics,
-            request_timeout_s=ROUTER_CONFIG.request_timeout,
+            request_timeout_s=config.request_timeout,
         )
-        self._internal = ClusterServicer(ROUTER_CONFIG, self.membership, "router")
+        self._internal = ClusterServicer(config, self.membership, "router")
         self._watch = self.loop.create_task(self.membership.watch())
         self.loop.run_ready()
 
@@ -120,7 +124,7 @@ class Cluster:
         return worker
 
     def join(self, worker: SimulatedWorker) -> None:
-        stream = JoinStream(worker.hello(), self.clock)
+        stream = JoinStream(worker.hello(), self.clock, self._commands.told)
         stream.serve(self.loop.create_task(self._internal.Join(stream, stream)))  # type: ignore[arg-type]
         worker.joined(stream)
         self.loop.run_ready()
@@ -145,7 +149,8 @@ class Cluster:
     def submit(
         self, prompt_ids: list[int], max_tokens: int, options: Options, num_samples: int, deadline_s: float | None
     ) -> Client:
-        client = Client(prompt_ids, max_tokens, options, num_samples, deadline_s, self.clock, self.num_lost)
+        number = len(self.clients)
+        client = Client(prompt_ids, max_tokens, options, num_samples, deadline_s, number, self.clock, self.num_lost)
         self.clients.append(client)
         for token_ids in client.reference.sequences():
             whole = kv_bytes(token_ids)
@@ -193,7 +198,7 @@ class Cluster:
             receiver.step_kv()
 
     def _owner(self, lane: Lane) -> SimulatedWorker:
-        return next(worker for worker in self.workers if worker.agent._carrier is lane.receiver)
+        return next(worker for worker in self.workers if worker.agent.carrier is lane.receiver)
 
     # Time
 
@@ -228,14 +233,21 @@ class Cluster:
             if is_moving:
                 self.move()
             self.loop.run_ready()
+            self._check_router()
 
     # What has to hold
 
     def check(self) -> None:
-        assert not self.loop.errors, self.loop.errors
         for worker in self.workers:
             if not worker.is_dead:
                 worker.check(self.known)
+        self._check_router()
+
+    def _check_router(self) -> None:
+        assert not self.loop.errors, self.loop.errors
+        self.dispatcher.check()
+        for client in self.clients:
+            client.check_deadline(self.config.request_timeout)
         for joined in self.membership:
             assert self.clock.now - joined.last_heard <= HEARTBEAT_TIMEOUT_S + BEAT_S, "nobody misses a silent worker"
             assert joined.promises.keys() <= joined.attempts.keys(), "room is promised to an attempt that is gone"

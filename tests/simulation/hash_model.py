@@ -20,11 +20,13 @@ from splitserve.engine.pool import KVPool
 from splitserve.engine.sampling_params import SamplingParams
 from splitserve.worker import messages
 from splitserve.worker.sampling import Draw, draw_tokens, logprobs_of
+from tests.router.fakes import model_description
 
 BLOCK_SIZE = 4
 VOCAB_SIZE = 32
 MAX_MODEL_LEN = 32
 EOS_TOKEN_IDS = (7,)
+MODEL = model_description(vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN, eos_token_ids=EOS_TOKEN_IDS)
 SLOT_NBYTES = 8
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=BLOCK_SIZE, dtype="float32")
 assert LAYOUT.token_nbytes == SLOT_NBYTES

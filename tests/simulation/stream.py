@@ -13,6 +13,7 @@ from typing import Any
 import grpc.aio
 
 from splitserve.v1 import cluster_pb2 as pb
+from splitserve.worker.clock import Signs
 
 # What a stream may bring once more, now or later, without that being a lie about the present.
 REPEATABLE = frozenset({"reserved", "already_running", "accepted", "refused", "first_tokens", "step_tokens"}) | {
@@ -29,13 +30,17 @@ REPEATABLE = frozenset({"reserved", "already_running", "accepted", "refused", "f
 class JoinStream:
     """Is the handler's `ServicerContext`. `down` holds None once the router's side has ended, behind what it said."""
 
-    def __init__(self, hello: pb.WorkerMessage, now: Callable[[], float]) -> None:
+    def __init__(
+        self, hello: pb.WorkerMessage, now: Callable[[], float], on_command: Callable[[pb.RouterMessage], None]
+    ) -> None:
+        """`on_command` sees what the router says, as it says it."""
         self.up: deque[pb.WorkerMessage] = deque()
         self.down: deque[pb.RouterMessage | None] = deque()
         self.arrived_up: list[pb.WorkerMessage] = []
         self.arrived_down: list[pb.RouterMessage] = []
         self.router_heard_at = now()
         self._now = now
+        self._on_command = on_command
         self._inbox: asyncio.Queue[Any] = asyncio.Queue()
         self._inbox.put_nowait(hello)
         self._last_load: pb.WorkerMessage | None = None
@@ -58,6 +63,7 @@ class JoinStream:
         if message.WhichOneof("body") == "heartbeat":
             self.router_heard_at = self._now()
         else:
+            self._on_command(message)
             self.down.append(message)
 
     # In between
@@ -84,9 +90,12 @@ class JoinStream:
             message = choice[-1 - place % len(choice)]
             queue.insert(len(queue) if is_late else queue.index(message), message)
 
-    def beat(self) -> None:
+    def beat(self, signs: Signs) -> None:
         if self._last_load is not None:
-            self._inbox.put_nowait(self._last_load)
+            beat = pb.WorkerMessage()
+            beat.CopyFrom(self._last_load)
+            beat.load.step_age_s = signs.step_age_s
+            self._inbox.put_nowait(beat)
 
     def end_up(self) -> None:
         """The worker closes the stream, behind what it said."""

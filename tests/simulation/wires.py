@@ -5,9 +5,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from kvtransfer.carrier import CarrierEvent, Connected, Disconnected, LinkId, Received
 from kvtransfer.endpoint import KVEndpoint
-from kvtransfer.messages import Blocks, digest
+from kvtransfer.messages import Blocks, Finish, digest, encode
 from tests.kvtransfer.fake_link import Handle, Parcel
 
 
@@ -45,6 +47,18 @@ class Lane:
     def duplicate(self, position: int) -> None:
         self.parcels.insert(position + 1, self.parcels[position].copy())
 
+    def forge_finish(self, at: int) -> bool:
+        """Lets the first `Finish` under way name another digest for a block that comes as it was sent."""
+        for parcel in self.parcels:
+            message = parcel.message
+            if isinstance(message, Finish) and message.digests:
+                digests = list(message.digests)
+                digests[at % len(digests)] = bytes(len(digests[0]))
+                parcel.header = encode(msgspec.structs.replace(message, digests=digests))
+                self.receiver.wires.is_spoilt = True
+                return True
+        return False
+
     def damage(self, position: int, at: int) -> None:
         """Flips one bit of the header or of a frame, on the way."""
         parcel = self.parcels[position].copy()
@@ -57,6 +71,7 @@ class Lane:
         else:
             parcel.frames = [*parcel.frames[: part - 1], memoryview(bytes(whole)), *parcel.frames[part:]]
         self.parcels[position] = parcel
+        self.receiver.wires.is_spoilt = True
 
 
 class Wires:
@@ -66,6 +81,7 @@ class Wires:
         self.now = now
         self.carriers: dict[str, SimulatedCarrier] = {}
         self.lanes: list[Lane] = []
+        self.is_spoilt = False  # something has been damaged on its way
         self._links = itertools.count(1)
 
     def link(self, near: "SimulatedCarrier", endpoint: KVEndpoint) -> LinkId:
@@ -79,8 +95,8 @@ class Wires:
         far.inbox.append(Connected(other, "loopback", is_incoming=True))
         return name
 
-    def links_of(self, receiver: "SimulatedCarrier") -> set[LinkId]:
-        return {lane.link for lane in self.lanes if lane.receiver is receiver}
+    def way_back(self, lane: Lane) -> Lane:
+        return next(other for other in self.lanes if other.link == lane.back)
 
     def being_read(self, sender: "SimulatedCarrier") -> set[str]:
         """The transfers of which frames are still in the sender's memory alone."""
@@ -90,13 +106,25 @@ class Wires:
 
     def cut(self, carrier: "SimulatedCarrier", link: LinkId, reason: str, *, is_own_doing: bool) -> None:
         """Ends the link on both sides; whoever ends it himself is not told."""
-        for lane in [lane for lane in self.lanes if link in (lane.link, lane.back)]:
+        for lane in self._take_off(link):
+            if lane.receiver is not carrier or not is_own_doing:
+                lane.receiver.inbox.append(Disconnected(lane.link, reason))
+
+    def cut_one_side(self, lane: Lane) -> None:
+        """Only the receiver of the lane sees that the link is gone: what the other one sends vanishes."""
+        self._take_off(lane.link)
+        lane.receiver.inbox.append(Disconnected(lane.link, "only this side sees it"))
+
+    def _take_off(self, link: LinkId) -> list[Lane]:
+        """Both lanes of the link, with all that is under way on them."""
+        lanes = [lane for lane in self.lanes if link in (lane.link, lane.back)]
+        for lane in lanes:
             self.lanes.remove(lane)
             for parcel in lane.parcels:
                 parcel.handle.done = True
+            lane.parcels.clear()
             lane.receiver.forget(lane.link)
-            if lane.receiver is not carrier or not is_own_doing:
-                lane.receiver.inbox.append(Disconnected(lane.link, reason))
+        return lanes
 
 
 class SimulatedCarrier:
@@ -106,6 +134,7 @@ class SimulatedCarrier:
         self.wires = wires
         self.address = address
         self.inbox: list[CarrierEvent] = []
+        self.lost_links: set[LinkId] = set()
 
     @property
     def endpoint(self) -> KVEndpoint:
@@ -129,9 +158,11 @@ class SimulatedCarrier:
 
     def poll(self, timeout_s: float) -> list[CarrierEvent]:
         events, self.inbox = self.inbox, []
+        self.lost_links |= {event.link for event in events if isinstance(event, Disconnected)}
         return events
 
     def disconnect(self, link: LinkId) -> None:
+        self.lost_links.add(link)
         self.wires.cut(self, link, "the peer ended the link", is_own_doing=True)
 
     def forget(self, link: LinkId) -> None:

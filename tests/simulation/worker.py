@@ -9,10 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from decode_worker.flow import DecodeEngine
-from kvtransfer.agent import KVAgent
-from kvtransfer.events import Side
-from kvtransfer.fingerprint import Fingerprint
-from kvtransfer.settings import KVSettings
 from prefill_worker.flow import PrefillEngine
 from splitserve.engine.block_keys import KeyChain
 from splitserve.v1 import cluster_pb2 as pb
@@ -20,94 +16,42 @@ from splitserve.worker import messages, translate
 from splitserve.worker.clock import Signs
 from splitserve.worker.config import WorkerConfig
 from splitserve.worker.engine_process import EngineLoop
-from splitserve.worker.engine_setup import EngineContext, model_fingerprint
-from tests.router.fakes import model_description
-from tests.simulation.hash_model import (
-    BLOCK_SIZE,
-    EOS_TOKEN_IDS,
-    LAYOUT,
-    MAX_MODEL_LEN,
-    VOCAB_SIZE,
-    CheckedPool,
-    HashRunner,
-)
+from splitserve.worker.engine_setup import EngineContext
+from tests.simulation.engine_books import EngineBooks
+from tests.simulation.hash_model import BLOCK_SIZE, LAYOUT, MAX_MODEL_LEN, MODEL, CheckedPool, HashRunner
+from tests.simulation.kv_thread import FINGERPRINT, SteppedAgent
 from tests.simulation.stream import JoinStream
 from tests.simulation.virtual_time import VirtualClock
 from tests.simulation.wires import SimulatedCarrier, Wires
 
-MODEL = model_description(vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN, eos_token_ids=EOS_TOKEN_IDS)
 CONFIG = WorkerConfig(
     block_size=BLOCK_SIZE, max_num_seqs=4, max_num_batched_tokens=8, max_model_len=MAX_MODEL_LEN, transfer_timeout=5.0
 )
-KV_SETTINGS = KVSettings(
-    window_bytes=3 * LAYOUT.block_nbytes, frame_bytes=2 * LAYOUT.block_nbytes, transfer_timeout_s=5.0, idle_timeout_s=60
-)
-FINGERPRINT: Fingerprint = model_fingerprint(MODEL.name, MODEL.revision, LAYOUT)
 NUM_BLOCKS = {pb.ROLE_PREFILL: 12, pb.ROLE_DECODE: 10}
 HEARTBEAT_TIMEOUT_S = 4.0
 DRAIN_TIMEOUT_S = 5.0
 DRAIN_GRACE_S = 3.0
 
 
-class SteppedAgent(KVAgent):
-    """A KV agent whose thread is the test, and which notes what it has been lent."""
-
-    def __init__(self, worker_id: str, pool: CheckedPool, carrier: SimulatedCarrier, **others: Any) -> None:
-        super().__init__(
-            worker_id=worker_id,
-            fingerprint=FINGERPRINT,
-            store=pool,
-            carrier=carrier,
-            settings=KV_SETTINGS,
-            **others,
-        )
-        self._pool = pool
-        self._wires = carrier.wires
-        self._lent: dict[tuple[Side, str], list[int]] = {}
-
-    def start(self) -> None:
-        self._carrier.start()
-        self._is_open = True
-
-    def step(self) -> None:
-        self._step()
-
-    def expect(self, transfer_id: str, block_ids: Sequence[int], num_cached_blocks: int, timeout_s: float) -> None:
-        super().expect(transfer_id, block_ids, num_cached_blocks, timeout_s)
-        wanted = list(block_ids[num_cached_blocks:])
-        assert self._pool.receiving.isdisjoint(wanted), "two transfers receive the same block"
-        self._pool.receiving.update(wanted)
-        self._lent[Side.SINK, transfer_id] = wanted
-
-    def send(self, transfer_id: str, blocks: Sequence[tuple[int, int]]) -> None:
-        super().send(transfer_id, blocks)
-        if (Side.SOURCE, transfer_id) in self._live:
-            sent = [block for _, block in blocks]
-            self._pool.sending.update(sent)
-            self._lent.setdefault((Side.SOURCE, transfer_id), []).extend(sent)
-
-    def _end(self, side: Side, transfer_id: str) -> None:
-        super()._end(side, transfer_id)
-        blocks = self._lent.pop((side, transfer_id), [])
-        if side is Side.SINK:
-            self._pool.receiving.difference_update(blocks)
-        else:
-            self._pool.sending.subtract(blocks)
-            assert transfer_id not in self._wires.being_read(self._carrier), "unpinned while the transport reads"
-
-    def check(self) -> None:
-        """Nothing waits past its deadline, or for a link that is gone, when the KV thread has looked."""
-        links = self._wires.links_of(self._carrier)
-        for transfer in self._node.sink._transfers.values():
-            assert transfer.deadline > self._wires.now(), "a sink waits past its deadline"
-            assert transfer.link is None or transfer.link in links, "a sink waits for a link that is gone"
-
-
 class StepCount:
-    """In the place of the step clock: no step is ever seen under way."""
+    """In the place of the step clock: a step is seen under way only while the test holds it up."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: VirtualClock) -> None:
         self.steps = 0
+        self._clock = clock
+        self._held_from = self._held_until = 0.0
+
+    def hold(self, seconds: float) -> None:
+        if not self.is_held:
+            self._held_from = self._clock.now
+        self._held_until = self._clock.now + seconds
+
+    @property
+    def is_held(self) -> bool:
+        return self._clock.now < self._held_until
+
+    def read(self) -> Signs:
+        return Signs(self.steps, self._clock.now - self._held_from if self.is_held else 0.0, 0.0)
 
     def beat(self) -> None: ...
 
@@ -128,14 +72,14 @@ class SimulatedWorker:
         self._leave_at = 0.0
         self.stream: JoinStream | None = None
         self.pool = CheckedPool(NUM_BLOCKS[role])
-        self.runner = HashRunner(self.pool)
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.agent = SteppedAgent(
             worker_id, self.pool, SimulatedCarrier(wires, worker_id), on_event=self._inbox.put, clock=clock
         )
         self.agent.start()
+        self._wires = wires
         self._clock = clock
-        self._steps = StepCount()
+        self.steps = StepCount(clock)
         self._session = 0
         self._load: messages.Load | None = None
         self._links: dict[str, messages.LinkReport] = {}
@@ -143,7 +87,7 @@ class SimulatedWorker:
             worker_id=worker_id,
             config=CONFIG,
             description=MODEL,
-            runner=self.runner,  # type: ignore[arg-type]
+            runner=HashRunner(self.pool),  # type: ignore[arg-type]
             agent=self.agent,
             fingerprint=FINGERPRINT,
             publish=self._on_report,
@@ -152,7 +96,8 @@ class SimulatedWorker:
         )
         make: Callable[[EngineContext], Any] = PrefillEngine if self.is_prefill else DecodeEngine
         self.engine = make(context)
-        self._loop = EngineLoop(self.engine, self._on_report, self._inbox, self._steps, clock)  # type: ignore[arg-type]
+        self.books = EngineBooks(worker_id, self.engine, self.pool)
+        self._loop = EngineLoop(self.engine, self._on_report, self._inbox, self.steps, clock)  # type: ignore[arg-type]
 
     @property
     def is_prefill(self) -> bool:
@@ -165,14 +110,13 @@ class SimulatedWorker:
     # The engine's two threads
 
     def turn(self) -> None:
-        if self.moves:
+        if self.moves and not self.steps.is_held:
             assert self._loop.turn(0.0)
-            self._check_deadlines()
+            self.books.looked(self._clock.now)
 
     def step_kv(self) -> None:
         if self.moves:
             self.agent.step()
-            self.agent.check()
 
     # The front
 
@@ -209,12 +153,17 @@ class SimulatedWorker:
         if self._is_leaving:
             self.kill()
             return
-        self._inbox.put(messages.EndSession(session=self._session))
+        self._command(messages.EndSession(session=self._session))
         if self.is_prefill:
             self._links.clear()
-            self._inbox.put(messages.SetPeers(endpoints={}))
+            self._command(messages.SetPeers(endpoints={}))
+
+    def _command(self, command: messages.Command) -> None:
+        self.books.hear(command)
+        self._inbox.put(command)
 
     def _on_report(self, report: messages.Report) -> None:
+        self.books.say(report, is_spoilt=self._wires.is_spoilt)
         if isinstance(report, messages.TransferReport | messages.CacheLookup | messages.Ignored):
             return
         if isinstance(report, messages.Drained):
@@ -229,7 +178,7 @@ class SimulatedWorker:
 
     def _to_proto(self, report: messages.Report) -> pb.WorkerMessage:
         if isinstance(report, messages.Load):
-            return translate.load_message(report, Signs(self._steps.steps, 0.0, 0.0))
+            return translate.load_message(report, self.steps.read())
         return translate.to_worker_message(report)
 
     def hear(self, message: pb.RouterMessage | None) -> None:
@@ -244,10 +193,10 @@ class SimulatedWorker:
             if self.is_prefill:
                 sinks = {p.worker_id: sinks[p.worker_id] for p in message.peers.peers if p.role == pb.ROLE_DECODE}
                 self._links = {peer: report for peer, report in self._links.items() if peer in sinks}
-                self._inbox.put(messages.SetPeers(endpoints=sinks))
+                self._command(messages.SetPeers(endpoints=sinks))
             self.stream.up.extend(self._to_proto(report) for report in self._links.values())
         elif (command := translate.to_command(message, self._session)) is not None:
-            self._inbox.put(command)
+            self._command(command)
 
     def beat(self) -> None:
         """Signs of life both ways; a router that shows none has been lost."""
@@ -257,15 +206,17 @@ class SimulatedWorker:
             self._leave()
         if self.stream is None:
             return
-        self.stream.beat()
+        self.stream.beat(self.steps.read())
         if self._clock.now - self.stream.router_heard_at > HEARTBEAT_TIMEOUT_S:
             self.stream.end_up()
             self.left()
 
     def drain(self) -> None:
+        if self.is_draining:
+            return
         self.is_draining = True
         self._leave_at = self._clock.now + DRAIN_TIMEOUT_S + DRAIN_GRACE_S
-        self._inbox.put(messages.Drain(timeout_s=DRAIN_TIMEOUT_S))
+        self._command(messages.Drain(timeout_s=DRAIN_TIMEOUT_S))
         if self.stream is not None:
             self.stream.up.append(pb.WorkerMessage(draining=pb.Draining(timeout_s=DRAIN_TIMEOUT_S)))
 
@@ -282,32 +233,20 @@ class SimulatedWorker:
         if self.stream is not None:
             self.stream.break_off()
             self.stream = None
-        self.agent._carrier.close()
+        self.agent.carrier.close()
 
     # What has to hold
 
-    def _check_deadlines(self) -> None:
-        """Nothing waits past its deadline when the engine has looked."""
-        if self.is_prefill:
-            overdue = [a for a in self.engine._attempts.values() if not a.released and a.deadline < self._clock.now]
-        else:
-            overdue = self.engine._reservations.expired(self._clock.now)
-        assert not overdue, f"{self.worker_id} keeps attempts past their deadline"
-
     def check(self, known: dict[bytes, bytes]) -> None:
         """`known` has the bytes of every block that any request can come to name."""
-        allocator = self.engine._allocator
-        allocator.check()
-        for key, block in allocator._cache._blocks.items():
+        self.books.check_blocks()
+        for key, block in self.engine._allocator._cache._blocks.items():
             assert key in known, f"{self.worker_id} caches a block of tokens that no request has"
             assert bytes(self.pool.view(block)) == known[key], f"{self.worker_id} caches an incomplete block"
 
     def check_idle(self) -> None:
-        self.engine.check()
-        self.engine._allocator.check_idle()
-        assert not self.agent._live
-        assert not self.agent._node.source.is_waiting
-        assert not self.agent._node.sink.is_waiting
+        self.books.check_idle()
+        self.agent.check_idle()
 
 
 def keys_of(token_ids: Sequence[int]) -> list[bytes]:
