@@ -16,6 +16,7 @@ from router.join import ClusterServicer
 from router.membership import Membership
 from router.metrics import RouterMetrics
 from router.server import InferenceServicer
+from router.serving import Serving
 from router.tokenizing import TokenizingLimits
 from router.validation import RequestValidator
 from splitserve.models.description import ModelDescription
@@ -65,17 +66,21 @@ class Router:
                 max_requests=config.max_tokenizing_requests, max_bytes=config.max_tokenizing_bytes
             ),
         )
-        servicer = InferenceServicer(
-            model=model,
+        serving = Serving(
             detokenizer=tokenizer,
             validator=self._validator,
             dispatcher=self._dispatcher,
-            limits=self._membership.limits,
             metrics=metrics,
             request_timeout_s=config.request_timeout,
+        )
+        servicer = InferenceServicer(
+            serving,
+            model=model,
+            validator=self._validator,
+            limits=self._membership.limits,
             has_chat_template=tokenizer.has_chat_template,
         )
-        self._calls = servicer.calls
+        self._calls = serving.calls
         self._public = InferenceServer(servicer)
         self._cluster = ClusterServicer(config, self._membership, uuid.uuid4().hex, metrics.count_ignored)
         self._internal: grpc.aio.Server

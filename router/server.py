@@ -1,34 +1,16 @@
-"""The public service: gRPC in, a `Dispatcher`'s tokens out. `grpc_server` serves it, the composition root builds both.
+"""The public service over gRPC, an edge of `serving`. `grpc_server` serves it, the composition root builds it."""
 
-Each Generate call is one task that owns its `Generation`: however the call ends, that task closes the generation and
-counts one outcome.
-"""
-
-import asyncio
 import re
 from collections.abc import Awaitable, Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import grpc
-import structlog
 
-from router.calls import OpenCalls
-from router.metrics import Outcome, RequestRecord, RouterMetrics
-from router.output import Finish, SampleOutput
-from router.request import ClusterLimits, Dispatcher, Generation, GenerationRequest, PromptLogprobs, TokenLogprobs
-from router.text import Detokenizer
+from router.request import ClusterLimits, PromptLogprobs, TokenLogprobs
+from router.serving import ClientGoneError, Delta, Piece, SampleEnd, Serving
 from router.validation import RequestValidator
 from splitserve.models.description import ModelDescription
-from splitserve.service.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    Internal,
-    InvalidRequest,
-    NotFound,
-    Overloaded,
-    SplitserveError,
-    Unavailable,
-)
+from splitserve.service.errors import SplitserveError
 from splitserve.service.grpc_errors import to_status
 from splitserve.v1 import inference_pb2 as pb
 from splitserve.v1 import inference_pb2_grpc as pb_grpc
@@ -37,10 +19,6 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Answer = TypeVar("Answer")
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-# A client's own deadline ends the call from its side a little before ours does: still a deadline, not a change of mind.
-_DEADLINE_SLACK_S = 0.25
-
-_log = structlog.get_logger(__name__)
 
 
 class InferenceServicer(pb_grpc.InferenceServiceServicer):
@@ -48,57 +26,33 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
 
     def __init__(
         self,
+        serving: Serving,
         *,
         model: ModelDescription,
-        detokenizer: Detokenizer,
         validator: RequestValidator,
-        dispatcher: Dispatcher,
         limits: Callable[[], ClusterLimits],
-        metrics: RouterMetrics,
-        request_timeout_s: float,
         has_chat_template: bool = False,
     ) -> None:
+        self._serving = serving
         self._model = model
-        self._detokenizer = detokenizer
         self._validator = validator
-        self._dispatcher = dispatcher
         self._limits = limits
-        self._metrics = metrics
-        self._request_timeout_s = request_timeout_s
         self._has_chat_template = has_chat_template
-        self.calls = OpenCalls()
 
     # The stubs know generators only. A coroutine that writes is gRPC's other form, and the safe one: when the client
     # leaves during a write, a generator stays suspended until it is collected; here `finally` runs at once.
     async def Generate(  # type: ignore[override]  # noqa: N802
         self, request: pb.GenerateRequest, context: Context
     ) -> None:
-        deadline = _deadline(context, self._request_timeout_s)
-        record = self._metrics.begin(request.request_id)
-        scope = asyncio.timeout_at(deadline)
+        client = _GrpcClient(context, request.request_id)
         try:
-            async with scope:
-                with self.calls.entered():
-                    outcome = await self._serve(request, context, deadline, record)
-        except _ClientGoneError:
-            record.end(_outcome_of_leaving(deadline))
-        except asyncio.CancelledError:
-            if self.calls.ending is not None and not context.cancelled():
-                await _fail(context, record, self.calls.ending)
-            if _is_being_cancelled() or context.cancelled():
-                record.end(_outcome_of_leaving(deadline))
-                raise
-            # Something inside was cancelled, not this call: without a status the client would wait for ever.
-            await _fail(context, record, Unavailable("the request was ended inside the router"))
+            await self._serving.serve(
+                request, client, timeout_s=context.time_remaining(), traceparent=_traceparent(context)
+            )
         except SplitserveError as error:
-            await _fail(context, record, error)
-        except Exception as error:
-            if isinstance(error, TimeoutError) and scope.expired():
-                await _fail(context, record, DeadlineExceeded("the deadline passed before the output was complete"))
-            _log.exception("request_failed", request_id=request.request_id)
-            await _fail(context, record, Internal("the router failed; its log says why"))
-        else:
-            record.end(outcome)
+            await context.abort_with_status(to_status(error))
+        except ClientGoneError:
+            return  # gRPC knows
 
     async def GetModelInfo(  # noqa: N802
         self, request: pb.GetModelInfoRequest, context: Context
@@ -124,63 +78,37 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def _tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
         return pb.TokenizeResponse(token_ids=await self._validator.tokenize(request))
 
-    async def _serve(
-        self,
-        message: pb.GenerateRequest,
-        context: Context,
-        deadline: float,
-        record: RequestRecord,
-    ) -> Outcome:
-        try:
-            request = await self._validator.validate(message, deadline=deadline, traceparent=_traceparent(context))
-            generation = self._dispatcher.submit(request)
-        except (SplitserveError, asyncio.CancelledError):
-            record.refuse()
-            raise
-        record.admit(len(request.prompt_ids))
-        try:
-            finish = await self._stream(request, generation, context, record)
-        except (Overloaded, Unavailable, asyncio.CancelledError):
-            if generation.attempts == 0:
-                record.refuse()
-            raise
-        finally:
-            await generation.aclose()
-        return Outcome(finish.reason)
 
-    async def _stream(
-        self,
-        request: GenerationRequest,
-        generation: Generation,
-        context: Context,
-        record: RequestRecord,
-    ) -> Finish:
-        """Until every sample is finished; the last one's finish stands for the request."""
-        outputs = [SampleOutput(self._detokenizer, request.sampling) for _ in range(request.sampling.n)]
-        unfinished = set(range(len(outputs)))
-        async for event in generation:
-            if isinstance(event, PromptLogprobs):
-                prompt = pb.GenerateChunk(prompt_logprobs=map(_token_logprobs, event.tokens))
-                await _write(context, pb.GenerateResponse(chunk=prompt, request_id=request.request_id))
-                continue
-            if event.sample not in unfinished:
-                continue
-            record.token(event.sample)
-            output = outputs[event.sample]
-            delta = output.take(event)
-            logprobs = [] if event.logprobs is None else [_token_logprobs(event.logprobs)]
-            chunk = pb.GenerateChunk(text=delta.text, token_ids=[delta.token_id], logprobs=logprobs)
-            await _write(context, pb.GenerateResponse(chunk=chunk, request_id=request.request_id, index=event.sample))
-            if delta.finish is None:
-                continue
-            complete = _complete(delta.finish, request, output.num_tokens, generation)
-            await _write(
-                context, pb.GenerateResponse(complete=complete, request_id=request.request_id, index=event.sample)
-            )
-            unfinished.remove(event.sample)
-            if not unfinished:
-                return delta.finish
-        raise Internal("the output ended without a finish reason")
+class _GrpcClient:
+    """Writes pieces as messages of one call."""
+
+    def __init__(self, context: Context, request_id: str) -> None:
+        self._context = context
+        self._request_id = request_id
+
+    @property
+    def is_gone(self) -> bool:
+        return self._context.cancelled()
+
+    async def write(self, piece: Piece) -> None:
+        try:
+            await self._context.write(self._message(piece))
+        except grpc.aio.InternalError as error:
+            # A write under way when the client leaves fails like this, a moment before gRPC cancels the task.
+            raise ClientGoneError from error
+
+    def _message(self, piece: Piece) -> pb.GenerateResponse:
+        match piece:
+            case PromptLogprobs():
+                chunk = pb.GenerateChunk(prompt_logprobs=map(_token_logprobs, piece.tokens))
+                return pb.GenerateResponse(chunk=chunk, request_id=self._request_id)
+            case Delta():
+                logprobs = [] if piece.logprobs is None else [_token_logprobs(piece.logprobs)]
+                chunk = pb.GenerateChunk(text=piece.text, token_ids=[piece.token_id], logprobs=logprobs)
+                return pb.GenerateResponse(chunk=chunk, request_id=self._request_id, index=piece.sample)
+            case SampleEnd():
+                complete = _complete(piece)
+                return pb.GenerateResponse(complete=complete, request_id=self._request_id, index=piece.sample)
 
 
 def _token_logprobs(entry: TokenLogprobs) -> pb.TokenLogprobs:
@@ -188,30 +116,16 @@ def _token_logprobs(entry: TokenLogprobs) -> pb.TokenLogprobs:
     return pb.TokenLogprobs(token_id=entry.token_id, logprob=entry.logprob, top=top)
 
 
-class _ClientGoneError(Exception):
-    """Nobody is left to tell anything."""
-
-
-async def _write(context: Context, response: pb.GenerateResponse) -> None:
-    try:
-        await context.write(response)
-    except grpc.aio.InternalError as error:
-        # A write under way when the client leaves fails like this, a moment before gRPC cancels the task.
-        raise _ClientGoneError from error
-
-
-def _complete(
-    finish: Finish, request: GenerationRequest, num_tokens: int, generation: Generation
-) -> pb.GenerateComplete:
+def _complete(end: SampleEnd) -> pb.GenerateComplete:
     complete = pb.GenerateComplete(
-        finish_reason=finish.reason,
-        prompt_tokens=len(request.prompt_ids),
-        completion_tokens=num_tokens,
-        cached_tokens=generation.cached_tokens,
-        seed=request.sampling.seed,
-        attempts=generation.attempts,
+        finish_reason=end.finish.reason,
+        prompt_tokens=end.num_prompt_tokens,
+        completion_tokens=end.num_tokens,
+        cached_tokens=end.cached_tokens,
+        seed=end.seed,
+        attempts=end.attempts,
     )
-    match finish.matched_stop:
+    match end.finish.matched_stop:
         case str(string):
             complete.matched_stop_string = string
         case int(token_id):
@@ -219,51 +133,11 @@ def _complete(
     return complete
 
 
-async def _fail(context: Context, record: RequestRecord, error: SplitserveError) -> NoReturn:
-    """Counts first: the client may look at the metrics as soon as it has the status."""
-    record.end(_outcome_of(error, record))
-    await context.abort_with_status(to_status(error))
-
-
-def _outcome_of(error: SplitserveError, record: RequestRecord) -> Outcome:
-    match error:
-        case InvalidRequest() | NotFound():
-            return Outcome.REJECTED
-        case Overloaded() | Unavailable() if record.is_refused:
-            return Outcome.REJECTED
-        case Cancelled():
-            return Outcome.CANCELLED
-        case DeadlineExceeded():
-            return Outcome.DEADLINE
-        case _:
-            return Outcome.FAILED
-
-
 async def _answer(context: Context, answer: Awaitable[Answer]) -> Answer:
     try:
         return await answer
     except SplitserveError as error:
         await context.abort_with_status(to_status(error))
-
-
-def _outcome_of_leaving(deadline: float) -> Outcome:
-    is_late = _now() > deadline - _DEADLINE_SLACK_S
-    return Outcome.DEADLINE if is_late else Outcome.CANCELLED
-
-
-def _is_being_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
-
-
-def _deadline(context: Context, request_timeout_s: float) -> float:
-    """The client's deadline or our own, whichever is sooner."""
-    remaining: float | None = context.time_remaining()
-    return _now() + (request_timeout_s if remaining is None else min(remaining, request_timeout_s))
 
 
 def _traceparent(context: Context) -> str:

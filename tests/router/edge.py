@@ -12,6 +12,7 @@ from router.grpc_server import InferenceServer
 from router.metrics import Outcome, RouterMetrics
 from router.request import ClusterLimits
 from router.server import InferenceServicer
+from router.serving import Serving
 from router.tokenizing import TokenizingLimits
 from router.validation import Encoder, RequestValidator
 from splitserve.models.description import ModelDescription
@@ -34,6 +35,7 @@ class Edge:
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     port: int = 0
     server: InferenceServer = field(init=False)
+    serving: Serving = field(init=False)
     channel: grpc.aio.Channel = field(init=False)
     stub: "pb_grpc.InferenceServiceAsyncStub" = field(init=False)
 
@@ -95,15 +97,14 @@ def request_of(**kwargs: object) -> pb.GenerateRequest:
 async def running(edge: Edge) -> AsyncIterator[Edge]:
     metrics = RouterMetrics(edge.registry, edge.model.name)
     validator = RequestValidator(edge.model, edge.encoder or edge.tokenizer, edge.limits, tokenizing=edge.tokenizing)
-    servicer = InferenceServicer(
-        model=edge.model,
+    edge.serving = Serving(
         detokenizer=edge.tokenizer,
         validator=validator,
         dispatcher=edge.dispatcher,
-        limits=edge.limits,
         metrics=metrics,
         request_timeout_s=edge.request_timeout_s,
     )
+    servicer = InferenceServicer(edge.serving, model=edge.model, validator=validator, limits=edge.limits)
     edge.server = InferenceServer(servicer)
     edge.port = await edge.server.start("127.0.0.1", 0)
     try:

@@ -6,7 +6,6 @@ import threading
 import grpc
 import pytest
 
-from router.server import InferenceServicer
 from splitserve.service.errors import Unavailable
 from splitserve.service.grpc_errors import from_rpc_error
 from tests.router.edge import Edge, running, until
@@ -14,12 +13,6 @@ from tests.router.fakes import ByteTokenizer, FakeDispatcher, FakeGeneration, Wa
 from tests.router.test_server import broken
 
 ENDING = Unavailable("this router is shutting down", reason="DRAINING", retry_after_s=1.0)
-
-
-def servicer(edge: Edge) -> InferenceServicer:
-    found = edge.server._servicer
-    assert isinstance(found, InferenceServicer)
-    return found
 
 
 def assert_told(failure: grpc.aio.AioRpcError) -> None:
@@ -56,13 +49,13 @@ async def test_shutdown_looks_like_a_cut_connection(dispatcher: FakeDispatcher, 
         call, num_tasks = start(edge)
         await until(lambda: bool(dispatcher.generations))
         await until(lambda: dispatcher.generations[0].num_taken == len(text))
-        servicer(edge).calls.end_all(ENDING)
+        edge.serving.calls.end_all(ENDING)
         arrived, failure = await call
         assert_told(failure)
         assert arrived == text
         assert edge.outcomes() == {outcome: 1}
         assert dispatcher.all_closed
-        await servicer(edge).calls.until_none()
+        await edge.serving.calls.until_none()
         await until(lambda: len(asyncio.all_tasks()) <= num_tasks)
 
 
@@ -79,7 +72,7 @@ async def test_shutdown_waits_for_text_to_be_tokenized() -> None:
         try:
             call, _ = start(edge)
             await until(started.is_set)
-            servicer(edge).calls.end_all(ENDING)
+            edge.serving.calls.end_all(ENDING)
             _, failure = await call
         finally:
             go_on.set()
@@ -101,7 +94,7 @@ async def test_shutdown_waits_for_a_client_that_does_not_read() -> None:
             return 0 < before == num_taken
 
         await until(is_stuck)
-        servicer(edge).calls.end_all(ENDING)
+        edge.serving.calls.end_all(ENDING)
         await edge.settled()
         assert dispatcher.all_closed
         assert edge.outcomes() == {"failed": 1}
@@ -115,8 +108,8 @@ async def test_client_that_left_is_counted_as_failed_by_a_shutdown() -> None:
         await anext(aiter(call))
         call.cancel()
         await edge.settled()
-        servicer(edge).calls.end_all(ENDING)
-        await servicer(edge).calls.until_none()
+        edge.serving.calls.end_all(ENDING)
+        await edge.serving.calls.until_none()
         assert edge.outcomes() == {"cancelled": 1}
 
 
@@ -129,7 +122,7 @@ async def test_drain_ends_before_the_streams_do() -> None:
     async with running(Edge(FakeDispatcher(script))) as edge:  # type: ignore[arg-type]
         call = edge.generate()
         await anext(aiter(call))
-        ended = asyncio.create_task(servicer(edge).calls.until_none())
+        ended = asyncio.create_task(edge.serving.calls.until_none())
         await asyncio.sleep(0.05)
         assert not ended.done()
         release.set()

@@ -1,0 +1,221 @@
+"""What every public edge does with a request: have it checked and run, make text of its tokens, count one outcome.
+
+`server` (gRPC) and `openai` (HTTP) call it, each with a `Client` that knows how to write to who asked. Each call is one
+task that owns its `Generation`: however the call ends, that task closes the generation and counts one outcome.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+
+from router.calls import OpenCalls
+from router.metrics import Outcome, RequestRecord, RouterMetrics
+from router.output import Finish, SampleOutput
+from router.request import Dispatcher, Generation, GenerationRequest, PromptLogprobs, TokenLogprobs
+from router.text import Detokenizer
+from router.validation import RequestValidator
+from splitserve.service.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Internal,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    SplitserveError,
+    Unavailable,
+)
+from splitserve.v1 import inference_pb2 as pb
+
+# A client's own deadline ends the call from its side a little before ours does: still a deadline, not a change of mind.
+_DEADLINE_SLACK_S = 0.25
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one token adds to a sample: always its id, and text that may now be shown."""
+
+    sample: int
+    token_id: int
+    text: str
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleEnd:
+    """The last word about a sample; counts are in tokens, `seed` is the one in force."""
+
+    sample: int
+    finish: Finish
+    num_prompt_tokens: int
+    num_tokens: int
+    cached_tokens: int
+    seed: int
+    attempts: int
+
+
+Piece = PromptLogprobs | Delta | SampleEnd
+"""The prompt's logprobs come first; after a sample's end nothing comes of it."""
+
+
+class ClientGoneError(Exception):
+    """Nobody is left to tell anything."""
+
+
+class Client(Protocol):
+    """Who asked, as an edge sees it."""
+
+    @property
+    def is_gone(self) -> bool:
+        """The transport itself says that the call was given up; a cancelled task says so without it."""
+
+    async def write(self, piece: Piece) -> None:
+        """Waits while the client does not read. Raises ClientGoneError."""
+
+
+class Serving:
+    """`request_timeout_s` bounds every request, from its arrival until the client has read the answer."""
+
+    def __init__(
+        self,
+        *,
+        detokenizer: Detokenizer,
+        validator: RequestValidator,
+        dispatcher: Dispatcher,
+        metrics: RouterMetrics,
+        request_timeout_s: float,
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._validator = validator
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+        self._request_timeout_s = request_timeout_s
+        self.calls = OpenCalls()
+
+    async def serve(
+        self, message: pb.GenerateRequest, client: Client, *, timeout_s: float | None = None, traceparent: str = ""
+    ) -> None:
+        """Writes the whole answer. `timeout_s` is the client's own limit.
+
+        Raises SplitserveError, which the client is to be told; CancelledError or ClientGoneError when it has left. The
+        outcome is counted first: the client may look at the metrics as soon as it knows.
+        """
+        limit = self._request_timeout_s
+        deadline = _now() + (limit if timeout_s is None else min(timeout_s, limit))
+        record = self._metrics.begin(message.request_id)
+        scope = asyncio.timeout_at(deadline)
+        try:
+            async with scope:
+                with self.calls.entered():
+                    outcome = await self._serve(message, client, deadline, traceparent, record)
+        except ClientGoneError:
+            record.end(_outcome_of_leaving(deadline))
+            raise
+        except asyncio.CancelledError:
+            if self.calls.ending is not None and not client.is_gone:
+                raise _ended(record, self.calls.ending) from None
+            if _is_being_cancelled() or client.is_gone:
+                record.end(_outcome_of_leaving(deadline))
+                raise
+            # Something inside was cancelled, not this call: without a status the client would wait for ever.
+            raise _ended(record, Unavailable("the request was ended inside the router")) from None
+        except SplitserveError as error:
+            raise _ended(record, error) from None
+        except Exception as error:
+            if isinstance(error, TimeoutError) and scope.expired():
+                late = DeadlineExceeded("the deadline passed before the output was complete")
+                raise _ended(record, late) from None
+            _log.exception("request_failed", request_id=message.request_id)
+            raise _ended(record, Internal("the router failed; its log says why")) from None
+        else:
+            record.end(outcome)
+
+    async def _serve(
+        self, message: pb.GenerateRequest, client: Client, deadline: float, traceparent: str, record: RequestRecord
+    ) -> Outcome:
+        try:
+            request = await self._validator.validate(message, deadline=deadline, traceparent=traceparent)
+            generation = self._dispatcher.submit(request)
+        except (SplitserveError, asyncio.CancelledError):
+            record.refuse()
+            raise
+        record.admit(len(request.prompt_ids))
+        try:
+            finish = await self._stream(request, generation, client, record)
+        except (Overloaded, Unavailable, asyncio.CancelledError):
+            if generation.attempts == 0:
+                record.refuse()
+            raise
+        finally:
+            await generation.aclose()
+        return Outcome(finish.reason)
+
+    async def _stream(
+        self, request: GenerationRequest, generation: Generation, client: Client, record: RequestRecord
+    ) -> Finish:
+        """Until every sample is finished; the last one's finish stands for the request."""
+        outputs = [SampleOutput(self._detokenizer, request.sampling) for _ in range(request.sampling.n)]
+        unfinished = set(range(len(outputs)))
+        async for event in generation:
+            if isinstance(event, PromptLogprobs):
+                await client.write(event)
+                continue
+            if event.sample not in unfinished:
+                continue
+            record.token(event.sample)
+            output = outputs[event.sample]
+            delta = output.take(event)
+            await client.write(Delta(event.sample, delta.token_id, delta.text, event.logprobs))
+            if delta.finish is None:
+                continue
+            await client.write(
+                SampleEnd(
+                    sample=event.sample,
+                    finish=delta.finish,
+                    num_prompt_tokens=len(request.prompt_ids),
+                    num_tokens=output.num_tokens,
+                    cached_tokens=generation.cached_tokens,
+                    seed=request.sampling.seed,
+                    attempts=generation.attempts,
+                )
+            )
+            unfinished.remove(event.sample)
+            if not unfinished:
+                return delta.finish
+        raise Internal("the output ended without a finish reason")
+
+
+def _ended(record: RequestRecord, error: SplitserveError) -> SplitserveError:
+    record.end(_outcome_of(error, record))
+    return error
+
+
+def _outcome_of(error: SplitserveError, record: RequestRecord) -> Outcome:
+    match error:
+        case InvalidRequest() | NotFound():
+            return Outcome.REJECTED
+        case Overloaded() | Unavailable() if record.is_refused:
+            return Outcome.REJECTED
+        case Cancelled():
+            return Outcome.CANCELLED
+        case DeadlineExceeded():
+            return Outcome.DEADLINE
+        case _:
+            return Outcome.FAILED
+
+
+def _outcome_of_leaving(deadline: float) -> Outcome:
+    is_late = _now() > deadline - _DEADLINE_SLACK_S
+    return Outcome.DEADLINE if is_late else Outcome.CANCELLED
+
+
+def _is_being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
