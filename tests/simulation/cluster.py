@@ -19,6 +19,7 @@ from router.membership import Membership
 from router.metrics import Outcome, RouterMetrics
 from router.request import GenerationRequest
 from router.server import InferenceServicer
+from router.serving import Serving
 from router.validation import RequestValidator
 from splitserve.v1 import cluster_pb2 as pb
 from splitserve.v1 import inference_pb2 as pb_public
@@ -90,15 +91,15 @@ class Cluster:
         self.membership = Membership(config, MODEL.name, MODEL.revision)
         self.dispatcher = WatchedDispatcher(config, self.membership, self.metrics)
         self._validator = SeveralSamples(MODEL, ByteTokenizer(), self.membership.limits)
-        self._public = InferenceServicer(
-            model=MODEL,
+        serving = Serving(
             detokenizer=PieceDetokenizer([bytes([65 + token]) for token in range(VOCAB_SIZE)]),
             validator=self._validator,
             dispatcher=self.dispatcher,
-            limits=self.membership.limits,
             metrics=self.metrics,
             request_timeout_s=config.request_timeout,
         )
+        limits = self.membership.limits
+        self._public = InferenceServicer(serving, model=MODEL, validator=self._validator, limits=limits)
         self._internal = ClusterServicer(config, self.membership, "router")
         self._watch = self.loop.create_task(self.membership.watch())
         self.loop.run_ready()
