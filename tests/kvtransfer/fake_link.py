@@ -18,12 +18,14 @@ class Handle:
 
 @dataclass
 class Parcel:
-    """A message under way. `frames` are the sender's memory until `copy` puts bytes in their place."""
+    """A message under way. `frames` are the sender's memory until `copy` puts bytes in their place; one that is damaged
+    may have no `message`."""
 
     link: LinkId
     header: bytes
     frames: Sequence[memoryview]
     handle: Handle
+    is_damaged: bool = False
 
     @property
     def message(self) -> AnyMessage:
@@ -33,7 +35,9 @@ class Parcel:
         """Its bytes as they are now, held by nobody."""
         handle = Handle()
         handle.done = True
-        return Parcel(self.link, self.header, [memoryview(bytes(frame)) for frame in self.frames], handle)
+        return Parcel(
+            self.link, self.header, [memoryview(bytes(frame)) for frame in self.frames], handle, self.is_damaged
+        )
 
 
 @dataclass

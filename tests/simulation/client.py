@@ -112,7 +112,8 @@ class Client:
         trailer: Any = SimpleNamespace(**{key: partial(getattr, status, key) for key in _STATUS_FIELDS})
         self.error = from_rpc_error(trailer)
         self.num_lost = self._num_lost()
-        self.was_refused = self._now() == self._began  # without ever waiting for a worker
+        # Nobody has ever been given it: who was says what interrupted it.
+        self.was_refused = self.error.reason == "NO_WORKERS" and not self.error.message.startswith("interrupted by ")
         raise grpc.aio.AbortError
 
     # What has to hold

@@ -106,6 +106,9 @@ class Cluster:
 
     def close(self) -> None:
         self._watch.cancel()
+        for client in self.clients:
+            client.may_read.set()
+            client.leave()
         for worker in self.workers:
             if not worker.is_dead:
                 worker.kill()

@@ -38,6 +38,7 @@ class EngineBooks:
         self._losses: set[str] = set()
         self._heard_drain: messages.Drain | None = None
         self._drains_until: float | None = None
+        self._is_over = False
         self._is_drained = False
 
     # What it is told, and what it says
@@ -127,8 +128,9 @@ class EngineBooks:
             assert now <= self._drains_until or not self._living, f"{self._worker_id} drains for ever"
         if self._heard_drain is not None and self._drains_until is None:
             self._drains_until = now + self._heard_drain.timeout_s
-        is_over = self._drains_until is not None and self._engine.is_empty()
-        assert self._is_drained or not is_over, f"{self._worker_id} does not say that it has drained"
+        # What the step of a turn has ended is known in the next one.
+        was_over, self._is_over = self._is_over, self._drains_until is not None and self._engine.is_empty()
+        assert self._is_drained or not (was_over and self._is_over), f"{self._worker_id} never says that it has drained"
 
     def check_blocks(self) -> None:
         """A block has one state, and whoever holds it is known."""

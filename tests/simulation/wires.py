@@ -50,7 +50,7 @@ class Lane:
     def forge_finish(self, at: int) -> bool:
         """Lets the first `Finish` under way name another digest for a block that comes as it was sent."""
         for parcel in self.parcels:
-            message = parcel.message
+            message = None if parcel.is_damaged else parcel.message
             if isinstance(message, Finish) and message.digests:
                 digests = list(message.digests)
                 digests[at % len(digests)] = bytes(len(digests[0]))
@@ -70,6 +70,7 @@ class Lane:
             parcel.header = bytes(whole)
         else:
             parcel.frames = [*parcel.frames[: part - 1], memoryview(bytes(whole)), *parcel.frames[part:]]
+        parcel.is_damaged = True
         self.parcels[position] = parcel
         self.receiver.wires.is_spoilt = True
 
