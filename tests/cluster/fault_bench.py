@@ -12,16 +12,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from splitserve import Client
 from splitserve.client.types import Generation
 from tests.cluster.harness import PATIENCE_S, Cluster, Process, wait_for
 from tests.cluster.join_proxy import JoinProxy
+from tests.cluster.test_exact import BLOCK_NBYTES
 
+HEARTBEAT_INTERVAL_S = 0.1
 HEARTBEAT_TIMEOUT_S = 1.5
 TRANSFER_TIMEOUT_S = 1.0
 CHUNK = 48
 MAX_TOKENS = 60
 _ROUTER_FLAGS = {
-    "heartbeat_interval": "0.1s",
+    "heartbeat_interval": f"{HEARTBEAT_INTERVAL_S}s",
     "suspect_timeout": "0.5s",
     "heartbeat_timeout": f"{HEARTBEAT_TIMEOUT_S}s",
     "reserve_timeout": "2s",
@@ -32,6 +35,10 @@ _WORKER_FLAGS = {
     "rejoin_interval": "0.2s",
     "max_num_batched_tokens": CHUNK,
 }
+# What a patient bench waits for without an end.
+_FOR_EVER = "600s"
+_ROUTER_PATIENCE = ("reserve_timeout", "prefill_timeout", "token_timeout", "stall_timeout")
+_WORKER_PATIENCE = ("transfer_timeout", "kv_peer_timeout", "stall_timeout")
 # What a request may ask for, in turns: what it gets must not depend on what happens to it.
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -48,15 +55,19 @@ class Running:
         self.prompt = prompt
         self.ids: list[int] = []
         self._cluster = cluster
+        self._client = self._connect()
         self._options = {"ignore_eos": True, "max_tokens": MAX_TOKENS} | options
         self._outcome: Generation | Exception | None = None
         self._stream: Any = None
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
+    def _connect(self) -> Client:
+        return self._cluster.client
+
     def _read(self) -> None:
         try:
-            with self._cluster.client.stream(self.prompt, **self._options) as stream:
+            with self._client.stream(self.prompt, **self._options) as stream:
                 self._stream = stream
                 for chunk in stream:
                     self.ids += chunk.token_ids
@@ -82,21 +93,62 @@ class Running:
         return self._outcome
 
 
+class OnItsOwnChannel(Running):
+    """It goes away by closing the channel."""
+
+    def _connect(self) -> Client:
+        return Client(self._cluster.target, timeout=PATIENCE_S)
+
+    def leave(self) -> None:
+        self._client.close()
+
+
+class Unread(Running):
+    """A call that is made and of which nothing is ever read."""
+
+    def _read(self) -> None:
+        self._before = self._num_tokens()
+        self._stream = self._client.stream(self.prompt, **self._options)
+
+    def _num_tokens(self) -> float:
+        return self._cluster.metric("splitserve_generation_tokens_total")
+
+    def wait_tokens(self, count: int) -> None:
+        """Of the router's, which nobody else may use meanwhile."""
+        wait_for(f"{count} tokens", lambda: self._stream is not None and self._num_tokens() - self._before >= count)
+
+
 class FaultBench:
     def __init__(
-        self, model: Path, plans: Path, *, prefill: int = 3, decode: int = 3, kv_patience_s: float | None = None
+        self,
+        model: Path,
+        plans: Path,
+        *,
+        prefill: int = 3,
+        decode: int = 3,
+        prefill_blocks: int = 2048,
+        decode_blocks: int = 96,
+        is_patient: bool = False,
     ) -> None:
-        """`kv_patience_s`: how long a transfer may be held before its workers give it up, instead of a short time."""
-        patience = f"{kv_patience_s}s" if kv_patience_s else None
-        worker_flags = _WORKER_FLAGS | ({"transfer_timeout": patience, "kv_peer_timeout": patience} if patience else {})
+        """With 96 blocks two long prompts do not fit into one decode worker.
+
+        A patient one gives nothing up because it takes long: what ends in it was told to end.
+        """
+        router_flags, worker_flags = _ROUTER_FLAGS, _WORKER_FLAGS
+        if is_patient:
+            router_flags = router_flags | dict.fromkeys(_ROUTER_PATIENCE, _FOR_EVER)
+            worker_flags = worker_flags | dict.fromkeys(_WORKER_PATIENCE, _FOR_EVER)
         self._num_ready = min(2, prefill), min(2, decode)
+        # A prompt that leaves a decode worker less room than any victim needs.
+        self.filling_tokens = (decode_blocks - 33) * 16 - 8
         self.proxy = JoinProxy()
         self.cluster = Cluster(
             model,
             prefill=prefill,
             decode=decode,
-            router_flags=_ROUTER_FLAGS,
-            decode_flags={"kv_cache_memory": "768KiB"},  # 96 blocks: two long prompts do not fit into one worker
+            router_flags=router_flags,
+            prefill_flags={"kv_cache_memory": prefill_blocks * BLOCK_NBYTES},
+            decode_flags={"kv_cache_memory": decode_blocks * BLOCK_NBYTES},
             proxy=self.proxy,
             plans=plans,
             **worker_flags,
@@ -135,8 +187,8 @@ class FaultBench:
     def worker_of(self, running: Running, role: str) -> Process:
         return self.cluster.process_of(self.proxy.worker_of(running.prompt, role))
 
-    def run(self, prompt: list[int], **options: Any) -> Running:
-        return Running(self.cluster, prompt, **options)
+    def run(self, prompt: list[int], *, reader: type[Running] = Running, **options: Any) -> Running:
+        return reader(self.cluster, prompt, **options)
 
 
 def signal_all(number: int, *pids: int) -> None:

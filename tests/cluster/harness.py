@@ -81,6 +81,11 @@ class Process:
         new.write_text(json.dumps({"seed": 1, "rules": list(rules)}))
         os.replace(new, self.plan)
 
+    def metric(self, name: str, **labels: str) -> float:
+        """As the worker's own port shows it, which is there when no router is."""
+        url = f"http://127.0.0.1:{self.event('ready')['http_port']}/metrics"
+        return _sum_of_samples(httpx.get(url, timeout=30).text, name, labels)
+
     def engine_pid(self) -> int:
         """The worker's engine process."""
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
@@ -129,18 +134,12 @@ class Cluster:
         self._wanted = {"prefill": prefill, "decode": decode}
         self._flags: dict[str, Any] = {"dtype": "float32", "kv_cache_memory": "16MiB"} | flags
         self._role_flags = {"prefill": prefill_flags or {}, "decode": decode_flags or {}}
+        self._router_flags = {"model": model, "grpc_port": 0, "http_port": 0, "internal_port": 0} | (router_flags or {})
+        self._proxy = proxy
         self.workers: list[Process] = []
-        ports = {"grpc_port": 0, "http_port": 0, "internal_port": 0}
-        self.router = self._start("router", ports | {"model": model} | (router_flags or {}))
+        self.router = self._start("router", self._router_flags)
         try:
-            listening = self.router.event("listening")
-            self.http = httpx.Client(base_url=f"http://127.0.0.1:{listening['http']}", timeout=30)
-            self.target = f"127.0.0.1:{listening['grpc']}"
-            self._internal = f"127.0.0.1:{listening['internal']}"
-            if proxy is not None:
-                proxy.connect(self._internal)
-                self._internal = proxy.address
-            self.client = Client(self.target, timeout=PATIENCE_S)
+            self._meet_router()
             if prefill or decode:
                 self.heal()
         except BaseException:
@@ -161,6 +160,26 @@ class Cluster:
         process = Process(role, popen)
         threading.Thread(target=_read_log, args=(process,), daemon=True).start()
         return process
+
+    def _meet_router(self) -> None:
+        listening = self.router.event("listening")
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{listening['http']}", timeout=30)
+        self.target = f"127.0.0.1:{listening['grpc']}"
+        self._internal = f"127.0.0.1:{listening['internal']}"
+        if self._proxy is not None:
+            self._proxy.connect(self._internal)
+            self._internal = self._proxy.address
+        self.client = Client(self.target, timeout=PATIENCE_S)
+
+    def replace_router(self, **flags: Any) -> None:
+        """By one that has these flags as well, on other ports: the proxy leads the workers there."""
+        assert self._proxy is not None
+        if self.router.popen.poll() is None:
+            self.router.kill()
+        self.client.close()
+        self.http.close()
+        self.router = self._start("router", self._router_flags | flags)
+        self._meet_router()
 
     def add(self, role: str, **flags: Any) -> Process:
         """Starts one more worker and returns at once."""
@@ -260,11 +279,7 @@ class Cluster:
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a router metric's samples that have these labels."""
-        total = 0.0
-        for line in self.http.get("/metrics").text.splitlines():
-            if line.startswith((f"{name}{{", f"{name} ")) and all(f'{k}="{v}"' in line for k, v in labels.items()):
-                total += float(line.rsplit(" ", 1)[1])
-        return total
+        return _sum_of_samples(self.http.get("/metrics").text, name, labels)
 
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -275,6 +290,14 @@ class Cluster:
         time.sleep(0.5)  # an idle engine looks through its books within 0.2 s
         after = {worker["id"] for worker in self.state()["workers"]}
         assert before <= after, f"workers were lost: {before - after}"
+
+
+def _sum_of_samples(page: str, name: str, labels: dict[str, str]) -> float:
+    return sum(
+        float(line.rsplit(" ", 1)[1])
+        for line in page.splitlines()
+        if line.startswith((f"{name}{{", f"{name} ")) and all(f'{k}="{v}"' in line for k, v in labels.items())
+    )
 
 
 def _read_log(process: Process) -> None:

@@ -146,7 +146,10 @@ class JoinProxy:
         self._sessions[worker_id] = session
         async with grpc.aio.insecure_channel(self._router, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
             call = pb_grpc.ClusterServiceStub(channel).Join()
-            await call.write(first)
+            try:
+                await call.write(first)
+            except grpc.aio.AioRpcError:
+                return  # no router is there at present: the worker comes again
             pumps = [
                 asyncio.ensure_future(pump)
                 for pump in (

@@ -21,7 +21,7 @@ def queued(bench: FaultBench, prompt: list[int], options: dict[str, Any]) -> Ite
     holds, occupants = [], []
     try:
         for seed in range(len(bench.cluster.workers_of("decode"))):
-            occupied = prompt_of(1000, seed=1000 + seed)
+            occupied = prompt_of(bench.filling_tokens, seed=1000 + seed)
             holds.append(bench.proxy.hold("prefill", occupied))
             occupants.append(bench.run(occupied, max_tokens=1))
             holds[-1].wait()

@@ -1,13 +1,14 @@
-"""A client leaves, or its time is up, in every stage of its request: one outcome, and workers soon hold nothing."""
+"""A client leaves in any way, or its time is up, in every stage of its request: one outcome, and workers soon hold
+nothing."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from splitserve.service.errors import DeadlineExceeded
-from tests.cluster.fault_bench import FaultBench, Running
+from tests.cluster.cancel.books import held_blocks, num_steps, outcomes
+from tests.cluster.fault_bench import FaultBench, OnItsOwnChannel, Running, Unread
 from tests.cluster.harness import wait_for
 from tests.cluster.stages import STAGES
 from tests.cluster.test_exact import prompt_of
@@ -18,21 +19,15 @@ PROMPT_TOKENS = 600
 DEADLINE_S = 3.0
 
 
-@pytest.fixture(scope="module")
-def bench(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultBench]:
-    plans = tmp_path_factory.mktemp("plans")
-    made = FaultBench(tiny("llama"), plans, prefill=1, decode=1, kv_patience_s=20.0)
-    yield made
-    made.close()
-
-
 def miss_the_deadline(victim: Running) -> None:
     with pytest.raises(DeadlineExceeded):
         victim.result()
 
 
-ENDINGS: dict[str, tuple[Callable[[Running], None], str, dict[str, Any]]] = {
+ENDINGS: dict[str, tuple[Callable[[Any], None], str, dict[str, Any]]] = {
     "leave": (Running.leave, "cancelled", {}),
+    "close-channel": (OnItsOwnChannel.leave, "cancelled", {"reader": OnItsOwnChannel}),
+    "leave-unread": (Unread.leave, "cancelled", {"reader": Unread}),
     "deadline": (miss_the_deadline, "deadline", {"timeout": DEADLINE_S}),
 }
 
@@ -49,7 +44,7 @@ def test_ended_request_holds_workers(ending: str, stage: str, bench: FaultBench)
         end(victim)
         # While the stage is still held: nobody waits for what the request was waiting for.
         wait_for("the outcome", lambda: outcomes(bench)[outcome] == counted[outcome] + 1)
-        if stage not in ("queued", "prefilling"):  # there others hold blocks, or the engine stands still
+        if stage != "queued":  # there others hold blocks
             wait_for("decode's blocks", lambda: held_blocks(bench, "decode") == 0)
         steps = num_steps(bench)
     bench.cluster.wait_drained()
@@ -59,16 +54,3 @@ def test_ended_request_holds_workers(ending: str, stage: str, bench: FaultBench)
     assert bench.proxy.seen("reserve", prompt) == (stage != "queued"), "who waits in the queue reaches no worker"
     total = sum(outcomes(bench).values()) - sum(counted.values())
     assert total == 1 + others, "each request has one outcome"
-
-
-def outcomes(bench: FaultBench) -> dict[str, float]:
-    names = ("stop", "length", "cancelled", "deadline", "rejected", "failed")
-    return {name: bench.cluster.metric("splitserve_requests_total", outcome=name) for name in names}
-
-
-def held_blocks(bench: FaultBench, role: str) -> int:
-    return sum(w["blocks"]["in_use"] + w["blocks"]["reserved"] for w in bench.cluster.workers_of(role))
-
-
-def num_steps(bench: FaultBench) -> int:
-    return sum(worker["steps"] for worker in bench.cluster.state()["workers"])
