@@ -31,6 +31,7 @@ class EngineBooks:
         self._pool = pool
         self._limits: dict[tuple[str, str], float] = {}
         self._keep: dict[str, float] = {}
+        self._sessions: dict[str, int] = {}
         self._due: dict[str, Due] = {}
         self._living: set[str] = set()
         self._gone: set[str] = set()
@@ -46,15 +47,19 @@ class EngineBooks:
     def hear(self, command: messages.Command) -> None:
         """The engine gets to it in its next turn."""
         match command:
-            case messages.Reserve(attempt=attempt, timeout_s=timeout_s, keep_s=keep_s):
+            case messages.Reserve(session=session, attempt=attempt, timeout_s=timeout_s, keep_s=keep_s):
+                self._sessions[attempt] = session
                 self._limits.setdefault((attempt, ""), timeout_s)
                 self._keep.setdefault(attempt, keep_s)
             case messages.Renew(attempt=attempt, transfer_id=transfer_id, timeout_s=timeout_s):
                 self._limits.setdefault((attempt, transfer_id), timeout_s)
-            case messages.Prefill(attempt=attempt, timeout_s=timeout_s):
+            case messages.Prefill(session=session, attempt=attempt, timeout_s=timeout_s):
+                self._sessions[attempt] = session
                 self._limits.setdefault((attempt, ""), timeout_s)
             case messages.Release(attempt=attempt):
                 self._released.append(attempt)
+            case messages.EndSession(session=session):
+                self._released += [attempt for attempt, other in self._sessions.items() if other == session]
             case messages.Drain():
                 self._heard_drain = command
 
@@ -103,7 +108,7 @@ class EngineBooks:
         new, self._gone = living - self._living, self._gone | (self._living - living) | set(self._released)
         self._living = living
         self._released.clear()
-        assert living.isdisjoint(self._gone), f"{self._worker_id} has revived an attempt that had ended"
+        assert living.isdisjoint(self._gone), f"{self._worker_id} keeps an attempt that has ended, or has revived it"
         self._check_deadlines(states, now)
         self._check_drain(new, now)
 

@@ -166,7 +166,7 @@ class Attempts(RuleBasedStateMachine):
 
     @rule(request=requests, at=bits)
     def forge_finish(self, request: Any, at: int) -> None:
-        """The books of a source are wrong: its `Finish` names a block that is not the one that it has sent."""
+        """The books of a source are wrong: its `Finish` names other blocks than those that it has sent."""
         self.submit(request)
         for _ in range(8):
             self.cluster.move(without="kv")
@@ -217,6 +217,15 @@ class Attempts(RuleBasedStateMachine):
             self.cluster.kill(worker)
             if what == "replace" or len(live) == 1:
                 self.cluster.add_worker(worker.role)
+
+    @precondition(lambda self: self.live())
+    @rule(number=numbers, request=requests)
+    def drain_unheard(self, number: int, request: Any) -> None:
+        """The router goes on giving it work."""
+        self.live()[number % len(self.live())].drain()
+        self.submit(request)
+        for _ in range(2):
+            self.cluster.move(without="up")
 
     @precondition(lambda self: len(self.live()) < 4)
     @rule(role=roles)

@@ -4,6 +4,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -48,13 +49,16 @@ class Lane:
         self.parcels.insert(position + 1, self.parcels[position].copy())
 
     def forge_finish(self, at: int) -> bool:
-        """Lets the first `Finish` under way name another digest for a block that comes as it was sent."""
+        """Lets the first `Finish` under way name another digest, one block more, or one key less."""
         for parcel in self.parcels:
             message = None if parcel.is_damaged else parcel.message
             if isinstance(message, Finish) and message.digests:
-                digests = list(message.digests)
-                digests[at % len(digests)] = bytes(len(digests[0]))
-                parcel.header = encode(msgspec.structs.replace(message, digests=digests))
+                lies: list[dict[str, Any]] = [
+                    {"digests": [bytes(len(message.digests[0])), *message.digests[1:]]},
+                    {"num_blocks": message.num_blocks + 1},
+                    {"keys": message.keys[1:]},
+                ]
+                parcel.header = encode(msgspec.structs.replace(message, **lies[at % len(lies)]))
                 self.receiver.wires.is_spoilt = True
                 return True
         return False
