@@ -3,6 +3,7 @@
 Deadlines and links are noted here from outside, so that an agent that forgets one does not forget it for the test too.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,13 +35,24 @@ class Expected:
     armed_at: float
     progress: tuple[bool, int, bool] = (False, 0, False)
     links: set[LinkId] = field(default_factory=set)
+    cut_off_since: float = math.inf
 
-    def look(self, now: float) -> None:
+    def look(self, now: float, standing: set[LinkId]) -> None:
         progress = (self.transfer.is_opened, len(self.transfer.received), self.transfer.finish is not None)
         if progress != self.progress:
             self.progress, self.armed_at = progress, now
         if self.transfer.link is not None:
             self.links.add(self.transfer.link)
+        if not self.links <= standing:
+            self.cut_off_since = min(self.cut_off_since, now)
+
+
+@dataclass
+class Sent:
+    """How far a source has got, and since when it has got no further."""
+
+    progress: tuple[object, ...]
+    since: float
 
 
 class SteppedAgent(KVAgent):
@@ -60,6 +72,7 @@ class SteppedAgent(KVAgent):
         self._wires = carrier.wires
         self._lent: dict[tuple[Side, str], list[int]] = {}
         self._expected: dict[str, Expected] = {}
+        self._sent: dict[str, Sent] = {}
 
     def start(self) -> None:
         self._carrier.start()
@@ -110,19 +123,32 @@ class SteppedAgent(KVAgent):
         assert finish is not None, "complete without Finish"
         arrived = [digest(self._pool.view(block)) for block in transfer.block_ids[transfer.num_cached_blocks :]]
         assert finish.digests == arrived, "the blocks that arrived are not those that Finish names"
-        assert len(finish.keys) == finish.num_blocks == len(transfer.block_ids)
+        assert len(finish.keys) == finish.num_blocks == len(transfer.block_ids), "Finish names more or fewer blocks"
 
     def _check(self) -> None:
         """Nothing waits past its deadline, or for a link that is gone, when the KV thread has looked."""
-        now, lost = self._wires.now(), self.carrier.lost_links
+        now, lost, standing = self._wires.now(), self.carrier.lost_links, self._wires.links_of(self.carrier)
         waiting = self._node.sink._transfers
         self._expected = {key: expected for key, expected in self._expected.items() if key in waiting}
         for expected in self._expected.values():
-            expected.look(now)
+            expected.look(now, standing)
             assert now < expected.armed_at + expected.timeout_s, "a sink waits past its deadline"
             assert expected.links.isdisjoint(lost), "a sink waits for a link that is gone"
-        for transfer in self._node.source._transfers.values():
-            assert transfer.is_ended or transfer.link not in lost, "a source waits for a link that is gone"
+            assert now - expected.cut_off_since < KV_SETTINGS.ping_timeout_s, "a sink does not miss a silent source"
+        self._check_sources(now, lost)
+
+    def _check_sources(self, now: float, lost: set[LinkId]) -> None:
+        sent, self._sent = self._sent, {}
+        for key, transfer in self._node.source._transfers.items():
+            if transfer.is_ended or transfer.link is None:
+                continue
+            assert transfer.link not in lost, "a source waits for a link that is gone"
+            finish = transfer.finish is not None, transfer.is_finish_sent
+            progress = (len(transfer.accepted), frozenset(transfer.in_flight), *finish)
+            before = sent.get(key)
+            self._sent[key] = before if before and before.progress == progress else Sent(progress, now)
+            is_late = now - self._sent[key].since >= KV_SETTINGS.transfer_timeout_s
+            assert not (is_late and transfer.waits_for_peer), "a source waits for a silent sink"
 
     def check_idle(self) -> None:
         assert not self._live

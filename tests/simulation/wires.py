@@ -103,6 +103,10 @@ class Wires:
     def way_back(self, lane: Lane) -> Lane:
         return next(other for other in self.lanes if other.link == lane.back)
 
+    def links_of(self, receiver: "SimulatedCarrier") -> set[LinkId]:
+        """Those that stand, whether or not a lost one has been missed."""
+        return {lane.link for lane in self.lanes if lane.receiver is receiver}
+
     def being_read(self, sender: "SimulatedCarrier") -> set[str]:
         """The transfers of which frames are still in the sender's memory alone."""
         parcels = [parcel for lane in self.lanes if lane.sender is sender for parcel in lane.parcels]
