@@ -36,6 +36,10 @@ from splitserve.worker.admission import blocks_for, decode_blocks
 DRAINING = "this router is shutting down"
 
 
+def _too_large(demand: Demand) -> str:
+    return f"no pair of workers here can hold {demand.num_tokens} tokens"
+
+
 class ClusterDispatcher:
     def __init__(self, config: RouterConfig, membership: Membership, metrics: RouterMetrics) -> None:
         self._config = config
@@ -67,13 +71,13 @@ class ClusterDispatcher:
             if not prefills:
                 why += f" (--without-prefill {self._config.without_prefill})"
         elif not could_place(demand, [w.prefill_view() for w in prefills], [w.decode_view() for w in decodes]):
-            why = f"no pair of workers here can hold {demand.num_tokens} tokens"
+            why = _too_large(demand)
         else:
             return
         raise Unavailable(why, reason="NO_WORKERS", retry_after_s=1.0)
 
     def drain(self) -> None:
-        """No new request is admitted from now on; those that are here go on."""
+        """No new request is admitted from now on; those that are here go on, also on workers that join only now."""
         self._is_draining = True
 
     @property
@@ -161,6 +165,19 @@ class ClusterDispatcher:
     def could_place(self, demand: Demand) -> bool:
         """Whether some pair that is here would have room for the request if it were idle."""
         return could_place(demand, *self._views([]))
+
+    def no_pair(self, demand: Demand, interrupted_by: str) -> Unavailable:
+        """For a request that has waited for long enough; `interrupted_by` is empty before its first attempt."""
+        if not self._membership.is_ready:
+            why = self._membership.why_not_ready()
+        elif self.could_place(demand):
+            why = "no pair of workers has room"
+        else:
+            why = _too_large(demand)
+        message = f"interrupted by {interrupted_by}, and {why}" if interrupted_by else why
+        if self._is_draining:  # other routers may have a pair
+            return Unavailable(f"{message}; {DRAINING}", reason="DRAINING", retry_after_s=1.0)
+        return Unavailable(message, reason="NO_WORKERS", retry_after_s=1.0)
 
     def _views(self, kept: Sequence[Demand]) -> tuple[list[PrefillView], list[DecodeView]]:
         """The workers that may get new work, less the room that is kept for `kept`."""

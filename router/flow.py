@@ -35,12 +35,9 @@ _REFUSAL_PAUSE_S = 0.05
 class PairSource(Deaths, Protocol):
     """Where attempts come from; `dispatcher` is the one."""
 
-    @property
-    def is_ready(self) -> bool: ...
-
-    def why_not_ready(self) -> str: ...
-
     def could_place(self, demand: Demand) -> bool: ...
+
+    def no_pair(self, demand: Demand, interrupted_by: str) -> Unavailable: ...
 
     def enqueue(self, waiting: Waiting, pause_s: float = 0.0) -> None: ...
 
@@ -158,20 +155,11 @@ class RequestFlow:
                 if self._seconds_left() <= 0:
                     raise
                 if self._was_failure or not self._pairs.could_place(waiting.demand):
-                    raise self._unplaceable(waiting.demand) from None
+                    interrupted_by = self._next_reason if self.attempts else ""
+                    raise self._pairs.no_pair(waiting.demand, interrupted_by) from None
         self._waiting = None
         self._metrics.observe_stage(Stage.QUEUE, self._clock() - began)
         return attempt
-
-    def _unplaceable(self, demand: Demand) -> Unavailable:
-        if not self._pairs.is_ready:
-            why = self._pairs.why_not_ready()
-        elif self._pairs.could_place(demand):
-            why = "no pair of workers has room"
-        else:
-            why = f"no pair of workers here can hold {demand.num_tokens} tokens"
-        message = f"interrupted by {self._next_reason}, and {why}" if self.attempts else why
-        return Unavailable(message, reason="NO_WORKERS", retry_after_s=1.0)
 
     async def _judge(self, lost: AttemptLostError) -> None:
         """Decides whether the request may be tried again; raises the client's error when not."""

@@ -161,7 +161,7 @@ class Router:
         self.registry = CollectorRegistry()
         self.metrics = RouterMetrics(self.registry, "tiny")
         self.dispatcher = ClusterDispatcher(self.config, self.membership, self.metrics)
-        self._fakes: list[FakeWorker] = []
+        self.fakes: list[FakeWorker] = []
 
     def join(self, role: Role, name: str, **identity: Any) -> FakeWorker:
         """A worker that every other one can reach."""
@@ -189,13 +189,13 @@ class Router:
         load = LoadReport(blocks_free=whole.num_blocks)
         # Nobody beats for it: it stays fresh for the whole test.
         worker = Worker(whole, next(_SESSIONS), channel, now + 3600, load, has_reported=True)
-        self._fakes.append(FakeWorker(worker, channel))
+        self.fakes.append(FakeWorker(worker, channel))
         self.membership.add(worker)
-        for fake in self._fakes:
+        for fake in self.fakes:
             if fake.worker.role is Role.PREFILL:
-                fake.worker.links.update({f.worker.worker_id: Link(True, "ipc") for f in self._fakes if f is not fake})
+                fake.worker.links.update({f.worker.worker_id: Link(True, "ipc") for f in self.fakes if f is not fake})
         self.membership.changed()
-        return self._fakes[-1]
+        return self.fakes[-1]
 
     def pairs(self, num_prefill: int = 1, num_decode: int = 1) -> tuple[list[FakeWorker], list[FakeWorker]]:
         prefills = [self.join(Role.PREFILL, f"p{index}") for index in range(num_prefill)]
@@ -211,7 +211,7 @@ class Router:
         """Nothing waits, and no worker holds a promise or an attempt of ours."""
         assert len(self.dispatcher.queue) == 0
         assert self.dispatcher.queue.num_tokens == 0
-        for fake in self._fakes:
+        for fake in self.fakes:
             assert not fake.worker.attempts
             assert not fake.worker.promises
 

@@ -157,7 +157,7 @@ async def test_late_deaths_spare_a_third_worker() -> None:
 @pytest.mark.parametrize("is_late", [False, True])
 async def test_second_leg_on_another_worker_hides_a_failure(is_late: bool) -> None:
     """Two legs on two workers fail: that is two, whenever it is heard that the first one has died."""
-    router = Router(max_attempts=2)
+    router = Router(max_attempts=2, suspect_timeout=0.01)
     prefills, (decode,) = router.pairs(2, 1)
     task = asyncio.create_task(collect(router.submit()))
     _, prefill, attempt = await next_attempt(prefills, [decode])

@@ -8,6 +8,7 @@ from router.request import FinishReason
 from router.worker import Role
 from splitserve.service.errors import Unavailable
 from tests.router.cluster_fakes import Router, collect, ids
+from tests.router.driving import hand_off, until
 
 
 def refused(router: Router, num_prompt: int = 10, **sampling: int) -> Unavailable:
@@ -39,6 +40,60 @@ async def test_router_that_drains_lets_go_of_what_it_has() -> None:
     prefill.accepted(handed_over)
     prefill.first(handed_over, 0, 100, FinishReason.LENGTH)
     assert ids(await task) == [100]
+
+
+async def interrupted(router: Router) -> "asyncio.Task[list[int]]":
+    """A request of a router that drains loses its only decode worker behind its first token."""
+
+    async def tokens() -> list[int]:
+        return ids(await collect(router.submit()))
+
+    (prefill,), (decode,) = router.pairs()
+    task = asyncio.create_task(tokens())
+    attempt = await hand_off(prefill, decode)
+    prefill.first(attempt, 0, 100)
+    decode.token(attempt, 0, 100)
+    router.dispatcher.drain()
+    router.leave(decode)
+    await until(lambda: len(router.dispatcher.queue) == 1)
+    return task
+
+
+async def test_router_that_drains_gives_up_on_interrupted_requests() -> None:
+    """A worker that has lost its stream is back in a moment."""
+    router = Router(failover_timeout=60.0)
+    task = await interrupted(router)
+    again = router.join(Role.DECODE, "d0")
+    prefill = next(fake for fake in router.fakes if fake.worker.role is Role.PREFILL)
+    attempt, _ = await again.command("reserve")
+    again.reserved(attempt)
+    await prefill.command("prefill", 1)
+    prefill.accepted(attempt)
+    prefill.first(attempt, 1, 101, FinishReason.LENGTH)
+    assert await task == [100, 101]
+    router.assert_idle()
+
+
+async def test_interrupted_request_waits_for_the_end_of_the_drain() -> None:
+    """Not longer than it would otherwise, and it is told both: what happened, and that another router may do better."""
+    router = Router(failover_timeout=0.05)
+    task = await interrupted(router)
+    with pytest.raises(Unavailable) as failure:
+        await asyncio.wait_for(task, 5)
+    assert (failure.value.reason, failure.value.retry_after_s) == ("DRAINING", 1.0)
+    assert failure.value.message == (
+        "interrupted by worker_lost, and no decode worker has joined; this router is shutting down"
+    )
+    router.assert_idle()
+
+
+async def test_end_of_the_drain_leaves_an_interrupted_request_in_the_queue() -> None:
+    router = Router(failover_timeout=60.0)
+    task = await interrupted(router)
+    task.cancel()  # as `OpenCalls.end_all` does
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    router.assert_idle()
 
 
 async def test_refusal_without_prefill_hides_what_was_asked_for() -> None:
