@@ -23,12 +23,12 @@ from splitserve.worker.admission import Refusal
 from splitserve.worker.engine_setup import EngineContext
 from splitserve.worker.load import load_report
 from splitserve.worker.role import EngineBase
-from splitserve.worker.sampling import Draw, draw_tokens, sampling_params, start_problem
+from splitserve.worker.sampling import Draw, draw_tokens, start_problem
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
-# Why a transfer fails for which another prefill worker would be no help.
-_OUR_OWN_FAULT = frozenset({events.FailureReason.INVALID, events.FailureReason.SHUTDOWN})
+# Among the reasons for which transfers fail, for the metrics: every block came, and Finish was not what was asked for.
+_MISMATCH = "mismatch"
 
 
 class DecodeEngine(EngineBase):
@@ -73,7 +73,10 @@ class DecodeEngine(EngineBase):
         if refusal := self._refusal(command.start):
             self._refuse(command, refusal)
             return
-        self._open(self._take_room(command), command.timeout_s)
+        keys = self._key_chain(command.start.token_ids)
+        reservation = self._reservations.take_room(command, keys, self._pin_cached(keys))
+        self._count_lookup(len(reservation.token_ids), reservation.num_cached_blocks * self._layout.block_size)
+        self._open(reservation, command.timeout_s)
 
     def _open(self, reservation: Reservation, timeout_s: float) -> None:
         ticket = self._reservations.open(reservation, timeout_s)
@@ -91,30 +94,6 @@ class DecodeEngine(EngineBase):
             max_num_seqs=self._context.config.max_num_seqs,
         )
 
-    def _take_room(self, command: messages.Reserve) -> Reservation:
-        """Pins what the prefix cache holds, whatever prefill has to compute of it anew, and reserves the rest."""
-        start, token_ids = command.start, command.start.token_ids
-        keys = self._key_chain(token_ids)
-        num_full = len(keys.complete)
-        cached = self._pin_cached(keys)
-        reserved = self._allocator.reserve(num_full + len(start.samples) - len(cached))
-        assert reserved is not None, "room is judged without hits"
-        self._count_lookup(len(token_ids), len(cached) * self._layout.block_size)
-        blocks = cached + reserved
-        return Reservation(
-            attempt=command.attempt,
-            session=command.session,
-            start=start,
-            params=sampling_params(start.limits),
-            token_ids=token_ids,
-            keys=keys,
-            num_cached_blocks=len(cached),
-            full_blocks=blocks[:num_full],
-            own_blocks=blocks[num_full:],
-            keep_s=command.keep_s,
-            traceparent=command.traceparent,
-        )
-
     # From reservation to sequences
 
     def _join(self, event: events.TransferComplete) -> None:
@@ -123,15 +102,13 @@ class DecodeEngine(EngineBase):
         if reservation is None:
             log.warning("a transfer completed that nobody waits for", transfer=event.transfer_id)
             return
-        self._reservations.remove(reservation)
-        self._allocator.adopt(reservation.reserved_blocks)
         try:
             tokens = first_tokens(reservation, event, self._runner.vocab_size)
         except (msgspec.MsgspecError, ValueError) as error:
-            self._allocator.release(reservation.blocks)
-            message = f"the prefill worker's Finish is not what was asked for: {error}"
-            self._report_end(reservation, Reason.INVALID, message)
+            self._wrong_finish(reservation, f"the prefill worker's Finish is not what was asked for: {error}")
             return
+        self._reservations.remove(reservation)
+        self._allocator.adopt(reservation.reserved_blocks)
         self._cache(reservation.full_blocks, reservation.keys.complete)
         if reservation.phase is Phase.CLOSING:
             self._allocator.release(reservation.blocks)
@@ -142,26 +119,32 @@ class DecodeEngine(EngineBase):
             self._publish(messages.AlreadyRunning(reservation.session, reservation.attempt))
         self._take_tokens(list(zip(sequences, tokens, strict=True)))
 
+    def _wrong_finish(self, reservation: Reservation, detail: str) -> None:
+        """The first time another prefill worker may do better; the second time it may be this side that is wrong."""
+        self._publish(messages.TransferReport("sink", _MISMATCH))
+        is_first, reservation.had_wrong_finish = not reservation.had_wrong_finish, True
+        self._lose_transfer(reservation, Reason.INVALID, detail, is_renewable=is_first)
+
     def _transfer_failed(self, event: events.TransferFailed) -> None:
-        """The blocks are the engine's again: they go back, wait for another transfer, or go into it at once."""
         reservation = self._reservations.of_transfer(event.transfer_id)
-        if reservation is None:
-            return
-        detail = f"{event.reason.value.lower()}: {event.detail}"
-        is_wanted = reservation.phase is not Phase.CLOSING and event.reason not in _OUR_OWN_FAULT
+        if reservation is not None:
+            detail = f"{event.reason.value.lower()}: {event.detail}"
+            is_renewable = event.reason not in events.OUR_SIDE
+            self._lose_transfer(reservation, Reason.TRANSFER_FAILED, detail, is_renewable=is_renewable)
+
+    def _lose_transfer(self, reservation: Reservation, reason: Reason, detail: str, *, is_renewable: bool) -> None:
+        """The blocks are the engine's again: they go back, wait for another transfer, or go into it at once."""
+        is_wanted = reservation.phase is not Phase.CLOSING and is_renewable
         if is_wanted and reservation.renewal is not None:
             self._reopen(reservation, reservation.renewal)
         elif is_wanted and reservation.keep_s > 0:
             self._reservations.park(reservation)
-            self._publish_loss(reservation, detail)
+            attempt, transfer_id = reservation.attempt, reservation.transfer_id
+            log.warning("transfer lost", attempt=attempt, detail=detail, traceparent=reservation.traceparent)
+            self._publish(messages.TransferLost(reservation.session, attempt, transfer_id, reason, detail))
         else:
             self._reservations.free(reservation)
-            self._report_end(reservation, Reason.TRANSFER_FAILED, detail)
-
-    def _publish_loss(self, reservation: Reservation, detail: str) -> None:
-        attempt, transfer_id = reservation.attempt, reservation.transfer_id
-        log.warning("transfer lost", attempt=attempt, detail=detail, traceparent=reservation.traceparent)
-        self._publish(messages.TransferLost(reservation.session, attempt, transfer_id, Reason.TRANSFER_FAILED, detail))
+            self._report_end(reservation, reason, detail)
 
     # Another ticket
 

@@ -15,8 +15,10 @@ from decode_worker.scheduler import ReservationView
 from decode_worker.state import Phase, Reservation
 from kvtransfer.ticket import Ticket
 from splitserve.engine.allocator import BlockAllocator
+from splitserve.engine.block_keys import KeyChain
 from splitserve.worker import messages
 from splitserve.worker.engine_setup import EngineContext
+from splitserve.worker.sampling import sampling_params
 
 
 class Reservations:
@@ -51,6 +53,27 @@ class Reservations:
         """The one whose open transfer this is."""
         reservations = (r for r in self._by_attempt.values() if r.phase is not Phase.PARKED)
         return next((r for r in reservations if r.transfer_id == transfer_id), None)
+
+    def take_room(self, command: messages.Reserve, keys: KeyChain, cached: list[int]) -> Reservation:
+        """For a transfer that is to be opened: `cached` blocks, which the caller has pinned, begin it, whatever prefill
+        has to compute of them anew, and the rest is reserved."""
+        start, num_full = command.start, len(keys.complete)
+        reserved = self._allocator.reserve(num_full + len(start.samples) - len(cached))
+        assert reserved is not None, "room is judged without hits"
+        blocks = cached + reserved
+        return Reservation(
+            attempt=command.attempt,
+            session=command.session,
+            start=start,
+            params=sampling_params(start.limits),
+            token_ids=start.token_ids,
+            keys=keys,
+            num_cached_blocks=len(cached),
+            full_blocks=blocks[:num_full],
+            own_blocks=blocks[num_full:],
+            keep_s=command.keep_s,
+            traceparent=command.traceparent,
+        )
 
     # Transfers
 

@@ -69,6 +69,7 @@ class Reservation:
     transfer_id: str = ""
     deadline: float = 0.0
     phase: Phase = Phase.RECEIVING
+    had_wrong_finish: bool = False
     renewal: messages.Renew | None = None
     "What is carried out when the transfer has ended, in RENEWING."
 

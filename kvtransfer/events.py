@@ -23,12 +23,17 @@ class FailureReason(enum.Enum):
     SHUTDOWN = "SHUTDOWN"  # our own KV thread is closing
 
 
+OUR_SIDE = frozenset({FailureReason.INVALID, FailureReason.SHUTDOWN})
+"Reasons for which another peer would be no help."
+
+
 def reason_from_peer(word: str) -> FailureReason:
-    """A newer peer may know more reasons than we do."""
+    """Why a peer gave up. A newer one may know more reasons than we do; what it says of its own side is not ours."""
     try:
-        return FailureReason(word)
+        reason = FailureReason(word)
     except ValueError:
         return FailureReason.CANCELLED
+    return FailureReason.CANCELLED if reason in OUR_SIDE else reason
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,9 @@ def test_a_block_that_cannot_be_written_stops_the_sink(net: World) -> None:
     connect(source, sink)
     source.push(sink.ticket_for("t", [2, 77]), [0, 1])
     assert sink.seen.wait(TransferFailed).reason is FailureReason.INVALID
-    assert source.seen.wait(TransferFailed).reason is FailureReason.INVALID
+    failed = source.seen.wait(TransferFailed)
+    assert failed.reason is FailureReason.CANCELLED, "the source takes the sink's fault for its own"
+    assert "cannot be written" in failed.detail
     source.push(sink.ticket_for("next", [2, 3]), [0, 1])
     source.seen.wait(TransferAcked, "next")
 

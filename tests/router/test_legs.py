@@ -210,6 +210,54 @@ async def test_request_that_lost_a_leg_waits_for_ever_for_room() -> None:
     router.assert_idle()
 
 
+# Wrong hand-offs
+
+
+async def test_wrong_hand_off_costs_the_attempt() -> None:
+    """The reservation is kept, whose Finish was wrong is avoided, and the client's stream goes on."""
+    router = Router(max_attempts=2)
+    prefills, (decode,) = router.pairs(2, 1)
+    flow = router.submit()
+    task = asyncio.create_task(collect(flow))
+    _, prefill, attempt = await next_attempt(prefills, [decode])
+    prefill.first(attempt, 0, 100)
+    decode.transfer_lost(attempt, reason=Reason.INVALID)
+    other = prefills[1 - prefills.index(prefill)]
+    await renew(decode, other, attempt)
+    decode.ended(attempt, Reason.PREEMPTED)
+    prefill.worker.load = LoadReport(blocks_free=100)
+    other.worker.load = LoadReport(blocks_free=50, blocks_in_use=50, waiting_tokens=20, tokens_ahead=20)
+    _, again, second = await next_attempt(prefills, [decode], attempt)
+    assert again is other, "the one at fault is the emptier one"
+    again.first(second, 1, 101, LENGTH)
+    assert ids(await task) == [100, 101]
+    assert renewals(router, "invalid") == 1
+    router.assert_idle()
+
+
+async def test_decode_that_finds_every_hand_off_wrong_is_kept() -> None:
+    """A second prefill worker did no better, so decode ends the attempt: the next one goes to another pair, and each of
+    the two losses is a failure."""
+    router = Router(max_attempts=3)
+    prefills, decodes = router.pairs(3, 2)
+    flow = router.submit()
+    task = asyncio.create_task(collect(flow))
+    decode, _, attempt = await next_attempt(prefills, decodes)
+    decode.transfer_lost(attempt, reason=Reason.INVALID)
+    await decode.command("renew")
+    decode.reserved(attempt, 2)
+    second = await who_has(prefills, ticket(attempt, 2))
+    second.accepted(attempt)
+    decode.ended(attempt, Reason.INVALID)
+    decode.worker.load = LoadReport(blocks_free=100)
+    another, prefill, last = await next_attempt(prefills, decodes, attempt)
+    assert another is not decode
+    prefill.ended(last, Reason.TRANSFER_FAILED)
+    with pytest.raises(Unavailable, match="3 attempts failed"):
+        await task
+    router.assert_idle()
+
+
 # Words that cross
 
 

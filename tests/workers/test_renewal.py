@@ -215,6 +215,20 @@ def test_transfer_that_completes_while_it_is_renewed_is_dropped(
     pair.assert_drained()
 
 
+def test_prefill_worker_that_shuts_down_takes_the_reservation_along(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its KV thread says why it gives up, and decode would take that for its own end."""
+    pair = make_pair()
+    hold_finish(pair, monkeypatch)
+    attempt = begin_kept(pair, prompt_of(2 * B))
+    pair.until(lambda: bool(shown_by(pair, "1")))
+    pair.prefill.agent.close()
+    pair.until_alone(pair.decode, lambda: answers(pair, attempt, messages.TransferLost) == 1)
+    assert pair.decode.said(messages.AttemptEnded) == []
+    assert pair.decode.allocator.counts.reserved == 3
+
+
 def test_repeated_renewal_opens_a_third_transfer(tiny: Tiny, make_pair: MakePair) -> None:
     pair = make_pair(max_num_batched_tokens=B)
     prompt = prompt_of(4 * B)
