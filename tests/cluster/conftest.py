@@ -25,7 +25,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def _one_pair(tiny: Callable[[str], Path]) -> Iterator[Cluster]:
-    cluster = Cluster(tiny("llama"), max_num_batched_tokens=48)
+    # Some tests take away the only worker of a role, and its successor may take long to start.
+    cluster = Cluster(tiny("llama"), router_flags={"failover_timeout": "120s"}, max_num_batched_tokens=48)
     yield cluster
     cluster.close()
 

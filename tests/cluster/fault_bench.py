@@ -23,22 +23,26 @@ HEARTBEAT_TIMEOUT_S = 1.5
 TRANSFER_TIMEOUT_S = 1.0
 CHUNK = 48
 MAX_TOKENS = 60
-_ROUTER_FLAGS = {
+ROUTER_FLAGS = {
     "heartbeat_interval": f"{HEARTBEAT_INTERVAL_S}s",
     "suspect_timeout": "0.5s",
     "heartbeat_timeout": f"{HEARTBEAT_TIMEOUT_S}s",
     "reserve_timeout": "2s",
+    "drain_timeout": "60s",
 }
 _WORKER_FLAGS = {
     "transfer_timeout": f"{TRANSFER_TIMEOUT_S}s",
     "kv_peer_timeout": "1.5s",
     "rejoin_interval": "0.2s",
+    "drain_timeout": "60s",
     "max_num_batched_tokens": CHUNK,
 }
 # What a patient bench waits for without an end.
 _FOR_EVER = "600s"
 _ROUTER_PATIENCE = ("reserve_timeout", "prefill_timeout", "token_timeout", "stall_timeout")
 _WORKER_PATIENCE = ("transfer_timeout", "kv_peer_timeout", "stall_timeout")
+OUTCOMES = ("splitserve_requests_total", "outcome")
+ATTEMPTS = ("splitserve_attempts_total", "reason")
 # What a request may ask for, in turns: what it gets must not depend on what happens to it.
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -77,6 +81,11 @@ class Running:
 
     def wait_tokens(self, count: int) -> None:
         wait_for(f"{count} tokens", lambda: len(self.ids) >= count or self._outcome is not None)
+
+    @property
+    def attempts(self) -> int | None:
+        """How many it took; None for one that has not come to its end."""
+        return self._outcome.attempts if isinstance(self._outcome, Generation) else None
 
     def leave(self) -> None:
         """The client goes away."""
@@ -129,18 +138,21 @@ class FaultBench:
         prefill_blocks: int = 2048,
         decode_blocks: int = 96,
         is_patient: bool = False,
+        **flags: Any,
     ) -> None:
         """With 96 blocks two long prompts do not fit into one decode worker.
 
-        A patient one gives nothing up because it takes long: what ends in it was told to end.
+        A patient one gives nothing up because it takes long: what ends in it was told to end. `flags` as those of a
+        cluster.
         """
-        router_flags, worker_flags = _ROUTER_FLAGS, _WORKER_FLAGS
+        router_flags, worker_flags = ROUTER_FLAGS, _WORKER_FLAGS
         if is_patient:
             router_flags = router_flags | dict.fromkeys(_ROUTER_PATIENCE, _FOR_EVER)
             worker_flags = worker_flags | dict.fromkeys(_WORKER_PATIENCE, _FOR_EVER)
         self._num_ready = min(2, prefill), min(2, decode)
         # A prompt that leaves a decode worker less room than any victim needs.
         self.filling_tokens = (decode_blocks - 33) * 16 - 8
+        self._runs: list[Running] = []
         self.proxy = JoinProxy()
         self.cluster = Cluster(
             model,
@@ -151,7 +163,7 @@ class FaultBench:
             decode_flags={"kv_cache_memory": decode_blocks * BLOCK_NBYTES},
             proxy=self.proxy,
             plans=plans,
-            **worker_flags,
+            **(worker_flags | flags),
         )
 
     def close(self) -> None:
@@ -188,7 +200,25 @@ class FaultBench:
         return self.cluster.process_of(self.proxy.worker_of(running.prompt, role))
 
     def run(self, prompt: list[int], *, reader: type[Running] = Running, **options: Any) -> Running:
-        return reader(self.cluster, prompt, **options)
+        self._runs.append(reader(self.cluster, prompt, **options))
+        return self._runs[-1]
+
+    @contextlib.contextmanager
+    def balanced(self) -> Iterator[None]:
+        """Each request of the body has one outcome, and each attempt is the first of a request or follows one that was
+        lost, of which its client is told."""
+        outcomes, attempts = (self.cluster.counted(*counter) for counter in (OUTCOMES, ATTEMPTS))
+        self._runs.clear()
+        yield
+        num_runs = len(self._runs)
+        # A client may hear of the end before it is counted.
+        wait_for("the outcomes", lambda: (self.cluster.counted(*OUTCOMES) - outcomes).total() >= num_runs)
+        assert (self.cluster.counted(*OUTCOMES) - outcomes).total() == num_runs
+        made = self.cluster.counted(*ATTEMPTS) - attempts
+        assert made["first"] == num_runs
+        told = sum(run.attempts for run in self._runs if run.attempts)
+        left = sum(run.attempts is None for run in self._runs)  # nobody told them of a second one
+        assert told + left <= made.total() <= told + 2 * left, made
 
 
 def signal_all(number: int, *pids: int) -> None:

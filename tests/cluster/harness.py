@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,7 +113,8 @@ class Process:
 class Cluster:
     """Router, workers, and a client. `flags` go to every worker, role flags to those of the role.
 
-    `proxy` comes between the workers and the router; in `plans` each worker gets a fault plan of its own.
+    `proxy` comes between the workers and the router; in `plans` each worker gets a fault plan of its own. Workers join
+    the router of the cluster `beside` as well.
     """
 
     def __init__(
@@ -126,10 +128,12 @@ class Cluster:
         decode_flags: dict[str, Any] | None = None,
         proxy: "JoinProxy | None" = None,
         plans: Path | None = None,
+        beside: "Cluster | None" = None,
         **flags: Any,
     ) -> None:
         self.model = model
         self._plans = plans
+        self._beside = beside
         # Without workers the cluster is just its router; the test adds what it wants.
         self._wanted = {"prefill": prefill, "decode": decode}
         self._flags: dict[str, Any] = {"dtype": "float32", "kv_cache_memory": "16MiB"} | flags
@@ -151,9 +155,12 @@ class Cluster:
     def _start(self, role: str, flags: dict[str, Any]) -> Process:
         module = role if role == "router" else f"{role}_worker"
         command = [sys.executable, "-P", "-m", module]
+        environment = os.environ | {"SPLITSERVE_LOG_FORMAT": "json", "SPLITSERVE_TESTING": "1"}
+        if self._beside is not None and role != "router":
+            command = [sys.executable, "-P", str(Path(__file__).with_name("many_addresses.py")), module]
+            environment["ROUTER_ADDRESSES"] = f"{self._internal} {self._beside._internal}"
         for name, value in flags.items():
             command += [f"--{name.replace('_', '-')}", str(value)]
-        environment = os.environ | {"SPLITSERVE_LOG_FORMAT": "json", "SPLITSERVE_TESTING": "1"}
         popen = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment, bufsize=1
         )
@@ -224,16 +231,20 @@ class Cluster:
         def is_ready() -> bool:
             for worker in self.workers:
                 assert worker.is_killed or worker.popen.poll() is None, "\n".join(worker.lines[-15:])
-            workers = self.state()["workers"]
-            prefills = [w for w in workers if w["role"] == "prefill"]
-            decodes = {w["id"] for w in workers if w["role"] == "decode"}
             # One that was just killed may still be listed.
             alive = {worker.pid for worker in self.workers if worker.popen.poll() is None}
-            linked = all({i for i, link in w["links"].items() if link["reachable"]} >= decodes for w in prefills)
-            present = len(workers) == num_workers and all(worker["pid"] in alive for worker in workers)
-            return present and linked and bool(prefills) and bool(decodes)
+            listed = [worker["pid"] for worker in self.state()["workers"]]
+            return len(listed) == num_workers and set(listed) <= alive and self.is_linked()
 
         wait_for(f"{num_workers} linked workers", is_ready)
+
+    def is_linked(self) -> bool:
+        """Whether workers of both roles are here, and each can exchange blocks with every one of the other role."""
+        workers = self.state()["workers"]
+        prefills = [w for w in workers if w["role"] == "prefill"]
+        decodes = {w["id"] for w in workers if w["role"] == "decode"}
+        linked = all({i for i, link in w["links"].items() if link["reachable"]} >= decodes for w in prefills)
+        return linked and bool(prefills) and bool(decodes)
 
     def close(self) -> None:
         for process in [*self.workers, self.router]:
@@ -280,6 +291,15 @@ class Cluster:
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a router metric's samples that have these labels."""
         return _sum_of_samples(self.http.get("/metrics").text, name, labels)
+
+    def counted(self, metric: str, label: str) -> "Counter[str]":
+        """A router's counter by the values of one label."""
+        counts: Counter[str] = Counter()
+        for line in self.http.get("/metrics").text.splitlines():
+            if line.startswith(f"{metric}{{"):
+                value = line.partition(f'{label}="')[2].partition('"')[0]
+                counts[value] += int(float(line.rsplit(" ", 1)[1]))
+        return counts
 
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:

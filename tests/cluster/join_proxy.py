@@ -78,6 +78,7 @@ class JoinProxy:
         self._prompts: dict[str, Prompt] = {}
         self._workers: dict[tuple[Prompt, str], str] = {}
         self._seen: Counter[tuple[str, Prompt]] = Counter()
+        self._last: dict[tuple[str, Prompt], Any] = {}
         self._sessions: dict[str, _Session] = {}
         self._loop = asyncio.new_event_loop()
         started = threading.Event()
@@ -99,6 +100,15 @@ class JoinProxy:
 
     def seen(self, kind: str, prompt: Sequence[int]) -> int:
         return self._seen[kind, tuple(prompt)]
+
+    def last(self, kind: str, prompt: Sequence[int]) -> Any:
+        """The last message of `kind` of this prompt; a copy."""
+        message = self._last[kind, tuple(prompt)]
+        return type(message).FromString(message.SerializeToString())
+
+    def tell(self, worker_id: str, message: pb.RouterMessage) -> None:
+        """Says it to the worker as if its router had."""
+        self.call(lambda: self._sessions[worker_id].down.put_nowait(message))
 
     def worker_of(self, prompt: Sequence[int], role: str) -> str:
         """The worker that was asked last."""
@@ -190,6 +200,7 @@ class JoinProxy:
             lane.put_nowait(message)
             return
         self._seen[kind, prompt] += 1
+        self._last[kind, prompt] = message
         behind = [held for held in self.holds.values() if held.prompt == prompt and held.stops(lane)]
         held = next(iter(behind), self.holds.get((kind, prompt)))
         if held is None:

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -41,24 +40,14 @@ def wait_for_end(process: Process) -> int:
         raise AssertionError("it lives on:\n" + "\n".join(process.lines[-15:])) from error
 
 
-def counted(cluster: Cluster, metric: str, label: str) -> Counter[str]:
-    """A router's counter by the values of one label."""
-    counts: Counter[str] = Counter()
-    for line in cluster.http.get("/metrics").text.splitlines():
-        if line.startswith(f"{metric}{{"):
-            value = line.partition(f'{label}="')[2].partition('"')[0]
-            counts[value] += int(float(line.rsplit(" ", 1)[1]))
-    return counts
-
-
 @contextmanager
 def no_failure(cluster: Cluster) -> Iterator[None]:
     """No request of the body fails, and no attempt is lost to anything but the end of a worker that said so."""
-    outcomes = counted(cluster, "splitserve_requests_total", "outcome")
-    attempts = counted(cluster, "splitserve_attempts_total", "reason")
+    outcomes = cluster.counted("splitserve_requests_total", "outcome")
+    attempts = cluster.counted("splitserve_attempts_total", "reason")
     yield
-    assert set(counted(cluster, "splitserve_requests_total", "outcome") - outcomes) == {"length"}
-    lost = counted(cluster, "splitserve_attempts_total", "reason") - attempts
+    assert set(cluster.counted("splitserve_requests_total", "outcome") - outcomes) == {"length"}
+    lost = cluster.counted("splitserve_attempts_total", "reason") - attempts
     assert set(lost) <= {"first", "draining", "no_room"}
     assert lost["draining"] > 0
 

@@ -89,6 +89,30 @@ def test_frozen_decode_worker_freezes_the_stream(two_by_three: Cluster, tiny: Ti
     two_by_three.wait_ready(5)
 
 
+@pytest.mark.parametrize("num_lives", [1, pytest.param(10, marks=pytest.mark.faults)])
+def test_worker_that_is_back_at_once_is_ignored(num_lives: int, pair: Cluster, tiny: Tiny) -> None:
+    """C78: the only decode worker is killed under load and started again with all its settings, its HTTP port too: the
+    streams go on there."""
+    prompts = [prompt_of(40, seed) for seed in range(3)]
+    expected = [greedy(tiny("llama"), prompt, MAX_TOKENS) for prompt in prompts]
+    options = {"temperature": 0.0, "ignore_eos": True, "max_tokens": MAX_TOKENS}
+    for _ in range(num_lives):
+        worker = pair.of_role("decode")[0]
+        port = worker.event("ready")["http_port"]
+
+        def restart(worker: Process = worker, port: int = port) -> None:
+            worker.kill()
+            pair.add("decode", http_port=port).is_plain = True
+
+        with ThreadPoolExecutor(2) as pool:
+            others = [pool.submit(pair.client.generate, prompt, **options) for prompt in prompts[1:]]
+            wait_for("both others", lambda: pair.workers_of("decode")[0]["attempts"] == 2)
+            ids, attempts = stream_through(pair, prompts[0], restart, after=20)
+            assert [ids, *(list(other.result().token_ids) for other in others)] == expected
+        assert attempts == 2
+        pair.wait_ready(2)
+
+
 def test_killed_prefill_worker_is_waited_for(two_by_three: Cluster, tiny: Tiny) -> None:
     """One of the two dies between requests: the next ones notice nothing."""
     two_by_three.of_role("prefill")[0].kill()

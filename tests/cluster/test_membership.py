@@ -1,8 +1,11 @@
 """Workers that come late, do not fit, or leave: who gets work, who is refused, and what readiness says meanwhile."""
 
 import itertools
+import os
+import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 from splitserve.service.errors import Unavailable
 from tests.cluster.harness import Cluster, wait_for
 from tests.cluster.test_exact import prompt_of
+from tests.reference import greedy
 
 pytestmark = pytest.mark.cluster
 
@@ -85,23 +89,35 @@ def test_cluster_without_a_pair_is_ready(tiny: Tiny) -> None:
         cluster.close()
 
 
-def test_loss_of_the_only_prefill_worker_stops_everything_or_goes_unnoticed(pair: Cluster) -> None:
-    """C36: what decodes goes on as the same attempt, new requests are refused at once, and a new worker is all it
-    takes."""
-    options: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True}
-    with pair.client.stream(prompt_of(20), **options) as chunks:
+def test_loss_of_the_only_prefill_worker_stops_everything_or_goes_unnoticed(pair: Cluster, tiny: Tiny) -> None:
+    """C36, under load: what decodes goes on as the same attempt, new requests are refused at once, those that it had or
+    that were queued for it wait, and a new worker is all it takes."""
+    options: dict[str, Any] = {"max_tokens": 400, "temperature": 0.0, "ignore_eos": True}
+    prompts = [prompt_of(90, seed) for seed in range(6)]
+    with ExitStack() as streams, ThreadPoolExecutor(3) as pool:
+        running = [streams.enter_context(pair.client.stream(prompt, **options)) for prompt in prompts[:3]]
         # The second token is decode's.
-        num_tokens = sum(len(chunk.token_ids) for chunk in itertools.islice(chunks, 2))
-        pair.of_role("prefill")[0].kill()
+        ids = [[i for chunk in itertools.islice(stream, 2) for i in chunk.token_ids] for stream in running]
+        lost = pair.of_role("prefill")[0]
+        os.kill(lost.engine_pid(), signal.SIGSTOP)
+        waiting = [pool.submit(pair.client.generate, prompt, **options | {"max_tokens": 8}) for prompt in prompts[3:]]
+        wait_for("requests", lambda: pair.workers_of("prefill")[0]["attempts"] + pair.state()["queue"]["requests"] == 3)
+        lost.kill()
         wait_for("the loss", lambda: not pair.workers_of("prefill"))
         with pytest.raises(Unavailable, match=r"no prefill worker has joined \(--without-prefill refuse\)") as refusal:
             pair.client.generate(prompt_of(20), **options)
         assert refusal.value.retry_after_s is not None
-        num_tokens += sum(len(chunk.token_ids) for chunk in chunks)
-        assert (num_tokens, chunks.result().attempts) == (400, 1)
-    pair.add("prefill")
-    pair.wait_ready(2)
-    assert len(pair.client.generate(prompt_of(20), **options).token_ids) == 400
+        ids = [
+            [*begun, *(i for chunk in stream for i in chunk.token_ids)]
+            for begun, stream in zip(ids, running, strict=True)
+        ]
+        assert [stream.result().attempts for stream in running] == [1, 1, 1]
+        assert pair.state()["queue"]["requests"] == 3
+        pair.add("prefill")
+        pair.wait_ready(2)
+        answers = [list(future.result().token_ids) for future in waiting]
+    assert ids == [greedy(tiny("llama"), prompt, 400) for prompt in prompts[:3]]
+    assert answers == [greedy(tiny("llama"), prompt, 8) for prompt in prompts[3:]]
 
 
 def test_worker_of_another_model_joins(pair: Cluster, tiny: Tiny) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from splitserve.service.errors import InvalidRequest
+from tests.cluster.fault_bench import stopped
 from tests.cluster.harness import Cluster, wait_for
 from tests.cluster.test_exact import BLOCK_NBYTES, B, outputs, prompt_of
 from tests.reference import greedy
@@ -43,6 +44,20 @@ def test_two_requests_hold_the_blocks_that_the_other_needs(
         for _ in range(2):
             assert outputs(narrow, prompts, 2 * B, priorities) == expected
             assert outputs(narrow, prompts[::-1], 2 * B, priorities) == expected[::-1]
+
+
+def test_sequence_out_of_blocks_loses_its_request(narrow: Cluster, tiny: Tiny) -> None:
+    """C41: decode holds one and a half of three requests at their end. All their blocks had come; who gives way goes on
+    later, from the tokens that its client has."""
+    prompts = [prompt_of(2 * B, seed) for seed in range(3)]
+    expected = [greedy(tiny("llama"), prompt, 3 * B) for prompt in prompts]
+    preempted = narrow.metric("splitserve_attempts_total", reason="preempted")
+    with narrow.undisturbed(), ThreadPoolExecutor(1) as pool:
+        with stopped(narrow.of_role("prefill")[0].engine_pid()):  # so that two of them begin together
+            answers = pool.submit(outputs, narrow, prompts, 3 * B)
+            wait_for("two reservations", lambda: narrow.workers_of("decode")[0]["attempts"] == 2)
+        assert answers.result() == expected
+    assert narrow.metric("splitserve_attempts_total", reason="preempted") > preempted
 
 
 def test_prompt_that_decode_can_never_hold_stops_the_next_one(narrow: Cluster) -> None:

@@ -1,0 +1,133 @@
+"""One cell of the fault matrix: a request that is held in a stage, a fault that strikes it there, and what must hold
+whatever the cell: the text is exact, others notice nothing, and the books balance."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tests.cluster.fault_bench import HEARTBEAT_TIMEOUT_S, FaultBench, Running, is_stopped, stopped
+from tests.cluster.harness import PATIENCE_S, Process, wait_for
+from tests.cluster.stages import STAGES
+from tests.cluster.test_exact import prompt_of
+from tests.cluster.test_watchdog import is_alive
+
+PROMPT_TOKENS = 600  # several chunks and messages of blocks
+
+
+# Faults of a worker or a link, which strike while a request is held in its stage.
+
+
+def kill(bench: FaultBench, victim: Running, process: Process) -> None:
+    process.kill()
+    bench.cluster.replace_dead()
+
+
+def kill_engine(bench: FaultBench, victim: Running, process: Process) -> None:
+    """The front lives on for no longer than it takes to say so."""
+    process.is_killed = True
+    os.kill(process.engine_pid(), signal.SIGKILL)
+    assert process.popen.wait(PATIENCE_S) == 1
+    bench.cluster.replace_dead()
+
+
+def kill_front(bench: FaultBench, victim: Running, process: Process) -> None:
+    """The engine lives on for no longer than it takes to find out."""
+    engine_pid = process.engine_pid()
+    process.is_killed = True
+    os.kill(process.pid, signal.SIGKILL)
+    process.popen.wait(PATIENCE_S)
+    wait_for("the engine to end", lambda: not is_alive(engine_pid))
+    bench.cluster.replace_dead()
+
+
+def ask_to_end(bench: FaultBench, victim: Running, process: Process) -> None:
+    """SIGTERM, of which everybody has heard before the request goes on. Who holds nothing has gone by then."""
+    process.is_killed = True
+    process.popen.terminate()
+
+    def is_draining() -> bool:
+        return all(w["state"] == "draining" for w in bench.cluster.state()["workers"] if w["pid"] == process.pid)
+
+    wait_for("the drain", is_draining)
+
+
+def freeze(bench: FaultBench, victim: Running, process: Process) -> None:
+    """Longer than the heartbeat, then it wakes with all that it had in mind."""
+    with stopped(process.pid, process.engine_pid()):
+        time.sleep(HEARTBEAT_TIMEOUT_S + 0.7)
+
+
+def cut_stream(bench: FaultBench, victim: Running, process: Process) -> None:
+    bench.proxy.cut(next(w["id"] for w in bench.cluster.state()["workers"] if w["pid"] == process.pid))
+
+
+def cut_link(bench: FaultBench, victim: Running, process: Process) -> None:
+    """`process` is the prefill worker: its next message goes nowhere, and the connection ends."""
+    before = process.num_events("fault")
+    process.set_plan({"kind": "cut", "message": "*"})
+    if not is_stopped(process.engine_pid()):  # else it is cut as soon as the engine goes on
+        wait_for("the link to be cut", lambda: process.num_events("fault") > before)
+
+
+FAULTS: dict[str, Callable[[FaultBench, Running, Process], None]] = {
+    "kill": kill,
+    "engine": kill_engine,
+    "front": kill_front,
+    "term": ask_to_end,
+    "freeze": freeze,
+    "cut": cut_stream,
+    "cut_link": cut_link,
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    stage: str
+    target: str
+    fault: str
+
+    def __str__(self) -> str:
+        return f"{self.stage}-{self.target}-{self.fault}"
+
+
+def run_cell(bench: FaultBench, cell: Cell, prompt: list[int], options: dict[str, Any]) -> None:
+    with bench.balanced():
+        _strike(bench, cell, prompt, options)
+
+
+def _strike(bench: FaultBench, cell: Cell, prompt: list[int], options: dict[str, Any]) -> None:
+    bench.make_ready()
+    with STAGES[cell.stage](bench, prompt, options) as victim:
+        other = bench.run(prompt_of(40, seed=sum(prompt)), temperature=0.0, max_tokens=100)
+        if cell.stage != "queued":  # there it waits behind the victim
+            other.wait_tokens(3)
+        role = "prefill" if cell.target == "link" else cell.target
+        process = bench.cluster.of_role(role)[0] if cell.stage == "queued" else bench.worker_of(victim, role)
+        FAULTS["cut_link" if cell.target == "link" else cell.fault](bench, victim, process)
+    answer = victim.result()
+    undisturbed = other.result()
+    bench.plan()
+    assert undisturbed.attempts == 1 or cell.stage == "queued"
+    # Only decode carries a request: a prefill worker and its links are replaced within the attempt.
+    is_lost = cell.target == "decode" and cell.stage != "queued" and cell.fault != "term"
+    assert answer.attempts == (2 if is_lost else 1)
+    if cell.fault == "term":
+        assert process.popen.wait(PATIENCE_S) == 0
+    assert_exact(bench, other, undisturbed, {"temperature": 0.0, "max_tokens": 100})
+    assert_exact(bench, victim, answer, options)
+    bench.cluster.wait_drained()
+
+
+def assert_exact(bench: FaultBench, running: Running, answer: Any, options: dict[str, Any]) -> None:
+    """As when nothing happens: the same request once more."""
+    bench.make_ready()
+    expected = bench.run(running.prompt, **options).result()
+    assert list(answer.token_ids) == list(expected.token_ids)
+    assert answer.finish_reason == "length"
+    assert running.ids == list(answer.token_ids), "what was streamed is what there is"
+    for ours, theirs in [(answer.logprobs, expected.logprobs), (answer.prompt_logprobs, expected.prompt_logprobs)]:
+        assert [entry.token_id for entry in ours] == [entry.token_id for entry in theirs]
+        assert [entry.logprob for entry in ours] == [entry.logprob for entry in theirs]

@@ -1,0 +1,43 @@
+"""Two routers and the workers of both, in the dtype that a user gets who asks for none. One for all files here."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.fault_bench import ROUTER_FLAGS, FaultBench
+from tests.cluster.harness import Cluster, wait_for
+
+
+class TwoRouters(FaultBench):
+    """`cluster` is the first router with the workers, `second` the other router."""
+
+    def __init__(self, model: Path, plans: Path) -> None:
+        self.second = Cluster(model, prefill=0, decode=0, router_flags=ROUTER_FLAGS)
+        super().__init__(model, plans, prefill=2, decode=2, beside=self.second, dtype="auto", drain_timeout="600s")
+
+    def close(self) -> None:
+        super().close()
+        self.second.close()
+
+    def is_ready(self) -> bool:
+        """Both routers know the workers that are here, and no others; any pair of them can be used."""
+        alive = {worker.pid for worker in self.cluster.workers if worker.popen.poll() is None}
+        routers = [router for router in (self.cluster, self.second) if router.router.popen.poll() is None]
+        return all({w["pid"] for w in r.state()["workers"]} == alive and r.is_linked() for r in routers)
+
+    def wait_ready(self) -> None:
+        wait_for("both routers to know all workers", self.is_ready)
+
+
+@pytest.fixture(scope="package")
+def routers(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoRouters]:
+    made = TwoRouters(tiny("llama"), tmp_path_factory.mktemp("plans"))
+    try:
+        made.wait_ready()
+        inexact = [worker["id"] for worker in made.cluster.state()["workers"] if not worker["recompute_exact"]]
+        if inexact:
+            pytest.skip(f"recomputation is not exact here in the default dtype: {inexact}")
+        yield made
+    finally:
+        made.close()
