@@ -17,12 +17,7 @@ from router.attempt_state import BEFORE_FIRST_TOKEN, WITH_LEG, WITHOUT_LEG, Stat
 from router.carried import Carried
 from router.causes import AttemptLostError, Setback, explanation, is_effect, is_no_failure, loss
 from router.config import RouterConfig
-from router.inbox import Inbox
-from router.leg import Leg, LegSource
-from router.metrics import RouterMetrics, Stage
-from router.patience import next_word
-from router.token_order import TokenOrders
-from router.worker import (
+from router.events import (
     Accepted,
     AlreadyRunning,
     AttemptEvent,
@@ -31,12 +26,16 @@ from router.worker import (
     PromptLogprobsArrived,
     Refused,
     Reserved,
-    Start,
     TokenArrived,
     TransferLost,
-    Worker,
     WorkerLost,
 )
+from router.inbox import Inbox
+from router.leg import Leg, LegSource
+from router.metrics import RouterMetrics, Stage
+from router.patience import next_word
+from router.token_order import TokenOrders
+from router.worker import Start, Worker
 from splitserve.service.reasons import Reason
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)

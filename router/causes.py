@@ -5,8 +5,8 @@ Called by `attempt`; no state.
 
 from dataclasses import dataclass
 
+from router.events import AttemptEvent, Ended, Refused, TokenArrived, TransferLost, WorkerLost
 from router.inbox import Inbox
-from router.worker import AttemptEvent, Ended, Refused, TokenArrived, TransferLost, WorkerLost
 from splitserve.service.reasons import Reason
 
 Setback = Refused | Ended | TransferLost | WorkerLost

@@ -16,12 +16,13 @@ from router.attempt import Attempt
 from router.carried import Carried
 from router.causes import AttemptLostError
 from router.config import RouterConfig
+from router.events import PromptLogprobsArrived, TokenArrived
 from router.failures import Deaths, Failures
 from router.metrics import RouterMetrics, Stage
 from router.queue import Waiting
 from router.request import Event, GenerationRequest, PromptLogprobs, TokenEvent, TokenLogprobs
 from router.scheduler import Demand
-from router.worker import PromptLogprobsArrived, Start, TokenArrived
+from router.worker import Start
 from splitserve.service.errors import DeadlineExceeded, Unavailable
 from splitserve.service.reasons import Reason
 

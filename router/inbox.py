@@ -4,7 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from router.worker import AttemptEvent
+from router.events import AttemptEvent
 
 
 class Inbox:

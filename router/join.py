@@ -23,13 +23,7 @@ from router.translate import (
     to_load,
     to_token,
 )
-from router.worker import (
-    Identity,
-    Link,
-    LoadReport,
-    Start,
-    Worker,
-)
+from router.worker import Identity, Link, LoadReport, Start, Worker
 from splitserve.service.errors import InvalidRequest
 from splitserve.service.lifecycle import first_of
 from splitserve.v1 import cluster_pb2 as pb

@@ -8,8 +8,9 @@ from collections.abc import Set
 from typing import Protocol
 
 from kvtransfer.ticket import Ticket
+from router.events import AttemptEvent, PromptLogprobsArrived
 from router.inbox import Inbox
-from router.worker import AttemptEvent, PromptLogprobsArrived, Start, Worker
+from router.worker import Start, Worker
 
 
 class Leg:

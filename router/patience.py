@@ -9,8 +9,9 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from router.events import AttemptEvent, Ended
 from router.inbox import Inbox
-from router.worker import AttemptEvent, Ended, Worker
+from router.worker import Worker
 from splitserve.service.reasons import Reason
 
 # It answers between two steps: a step may have begun before it was asked, and the one after that only by a mishap.

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from router.worker import TokenArrived
+from router.events import TokenArrived
 
 
 class TokenOrder:

@@ -2,24 +2,20 @@
 
 from collections.abc import Mapping
 
-from router.request import FinishReason, TokenLogprobs
-from router.worker import (
+from router.events import (
     Accepted,
     AlreadyRunning,
     AttemptEvent,
     Ended,
     FirstTokensArrived,
-    Identity,
-    LoadReport,
     PromptLogprobsArrived,
     Refused,
     Reserved,
-    Role,
-    Start,
     TokenArrived,
     TransferLost,
-    Worker,
 )
+from router.request import FinishReason, TokenLogprobs
+from router.worker import Identity, LoadReport, Role, Start, Worker
 from splitserve.service.errors import InvalidRequest
 from splitserve.v1 import cluster_pb2 as pb
 from splitserve.worker.contract import reason_from_proto, ticket_from_proto

@@ -11,7 +11,8 @@ from enum import StrEnum
 from typing import Protocol
 
 from kvtransfer.ticket import Ticket
-from router.request import FinishReason, Sampling, TokenLogprobs
+from router.events import AttemptEvent, Ended, Mailbox, Refused, WorkerLost
+from router.request import Sampling
 from router.scheduler import DecodeView, PrefillView
 from splitserve.service.reasons import Reason
 
@@ -33,97 +34,6 @@ class Start:
     def num_tokens(self) -> int:
         """Tokens of the longest sample."""
         return len(self.prompt_ids) + max(len(output) for output in self.outputs.values())
-
-
-# What workers say about an attempt.
-
-
-@dataclass(frozen=True, slots=True)
-class Reserved:
-    ticket: Ticket
-
-
-@dataclass(frozen=True, slots=True)
-class AlreadyRunning:
-    """Decode's answer to a renewal that came after the blocks."""
-
-
-@dataclass(frozen=True, slots=True)
-class TransferLost:
-    """The ticket's transfer has failed; decode keeps the reservation for a while."""
-
-    worker: str
-    transfer_id: str
-    reason: Reason
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    num_cached_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    worker: str
-    reason: Reason
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class TokenArrived:
-    worker: str
-    sample: int
-    position: int
-    token_id: int
-    finish_reason: FinishReason | None
-    logprobs: TokenLogprobs | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PromptLogprobsArrived:
-    """Of the prompt's tokens from position `start` on."""
-
-    start: int
-    tokens: tuple[TokenLogprobs, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class FirstTokensArrived:
-    tokens: tuple[TokenArrived, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    worker: str
-    reason: Reason
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLost:
-    worker: str
-    message: str
-
-
-AttemptEvent = (
-    Reserved
-    | AlreadyRunning
-    | TransferLost
-    | Accepted
-    | Refused
-    | PromptLogprobsArrived
-    | FirstTokensArrived
-    | TokenArrived
-    | Ended
-    | WorkerLost
-)
-
-
-class Mailbox(Protocol):
-    """Where an attempt's events go; never blocks."""
-
-    def deliver(self, event: AttemptEvent) -> None: ...
 
 
 class CommandChannel(Protocol):

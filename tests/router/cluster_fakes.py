@@ -11,27 +11,22 @@ from prometheus_client import CollectorRegistry
 from kvtransfer.ticket import Ticket
 from router.config import RouterConfig
 from router.dispatcher import ClusterDispatcher
-from router.flow import RequestFlow
-from router.membership import Membership
-from router.metrics import RouterMetrics
-from router.request import Event, FinishReason, GenerationRequest, Sampling, TokenEvent, TokenLogprobs
-from router.worker import (
+from router.events import (
     Accepted,
     AlreadyRunning,
     Ended,
     FirstTokensArrived,
-    Identity,
-    Link,
-    LoadReport,
     PromptLogprobsArrived,
     Refused,
     Reserved,
-    Role,
-    Start,
     TokenArrived,
     TransferLost,
-    Worker,
 )
+from router.flow import RequestFlow
+from router.membership import Membership
+from router.metrics import RouterMetrics
+from router.request import Event, FinishReason, GenerationRequest, Sampling, TokenEvent, TokenLogprobs
+from router.worker import Identity, Link, LoadReport, Role, Start, Worker
 from splitserve.service.reasons import Reason
 
 _SESSIONS = itertools.count(1)

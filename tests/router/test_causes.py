@@ -4,10 +4,11 @@ import asyncio
 
 import pytest
 
+from router.events import Accepted
 from router.inbox import Inbox
 from router.membership import End
 from router.request import FinishReason, PromptLogprobs, TokenEvent, TokenLogprobs
-from router.worker import Accepted, LoadReport, Role
+from router.worker import LoadReport, Role
 from splitserve.service.errors import Internal, Unavailable
 from splitserve.service.reasons import Reason
 from tests.router.cluster_fakes import FakeWorker, Router, collect, collect_all, ids

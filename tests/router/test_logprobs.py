@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from router.events import PromptLogprobsArrived
 from router.request import Event, FinishReason, PromptLogprobs, Sampling, TokenEvent, TokenLogprobs
 from router.translate import start_to_proto, to_event, to_token
-from router.worker import PromptLogprobsArrived, Role, Start
+from router.worker import Role, Start
 from splitserve.service.reasons import Reason
 from splitserve.v1 import cluster_pb2
 from splitserve.worker import messages

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvtransfer.ticket import Ticket
-from router import worker as heard
+from router import events as heard
 from router.join import JoinChannel
 from router.request import FinishReason, GenerationRequest
 from router.translate import to_event, to_load

@@ -5,8 +5,8 @@ from typing import Any
 
 from router.attempt import Attempt
 from router.dispatcher import ClusterDispatcher
+from router.events import AttemptEvent, Ended, WorkerLost
 from router.leg import Leg
-from router.worker import AttemptEvent, Ended, WorkerLost
 from splitserve.v1 import cluster_pb2 as pb
 from tests.simulation.client import Client
 from tests.simulation.worker import SimulatedWorker
