@@ -15,6 +15,7 @@ from router.http import create_app
 from router.join import ClusterServicer
 from router.membership import Membership
 from router.metrics import RouterMetrics
+from router.openai.routes import OpenAI
 from router.server import InferenceServicer
 from router.serving import Serving
 from router.tokenizing import TokenizingLimits
@@ -80,6 +81,7 @@ class Router:
             limits=self._membership.limits,
             has_chat_template=tokenizer.has_chat_template,
         )
+        self._api = OpenAI(model=model, serving=serving, validator=self._validator, tokenizer=tokenizer).routes()
         self._calls = serving.calls
         self._public = InferenceServer(servicer)
         self._cluster = ClusterServicer(config, self._membership, uuid.uuid4().hex, metrics.count_ignored)
@@ -133,6 +135,7 @@ class Router:
 
     def _app(self) -> FastAPI:
         return create_app(
+            api=self._api,
             not_ready_reason=lambda: None if self._dispatcher.is_ready else self._dispatcher.why_not_ready(),
             cluster=lambda: (
                 self._membership.describe()

@@ -27,11 +27,14 @@ MODEL_NOT_FOUND = "MODEL_NOT_FOUND"
 
 
 class Encoder(Protocol):
-    """The part of a tokenizer that makes ids. Both methods may take long and raise InvalidRequest."""
+    """The part of a tokenizer that makes ids of text and text of ids. Making ids may take long; all may raise
+    InvalidRequest."""
 
     def encode(self, text: str) -> list[int]: ...
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]: ...
+
+    def decode(self, ids: list[int]) -> str: ...
 
 
 class RequestValidator:
@@ -101,6 +104,17 @@ class RequestValidator:
             case "chat":
                 return await self._encode_chat(message.chat)
         raise InvalidRequest("one of text or chat is required", field="prompt", reason=EMPTY_PROMPT)
+
+    def detokenize(self, model: str, ids: list[int]) -> str:
+        """The text of any ids. Raises as `validate` does."""
+        self._check_model(model)
+        if len(ids) > self.context_len:
+            raise InvalidRequest(
+                f"there are {len(ids)} tokens; the context is {self.context_len} tokens",
+                field="tokens",
+                reason=CONTEXT_LENGTH_EXCEEDED,
+            )
+        return self._encoder.decode(ids)
 
     def _check_model(self, model: str) -> None:
         if model and model != self._model.name:

@@ -112,6 +112,12 @@ class Detokenizer:
         piece = self._piece_without_special if skip_special_tokens else self.piece
         return ByteStream(piece, self.errors, self.strip_left)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token stands for by itself, special tokens by their name; nothing for an id that names none."""
+        if self.piece is not None:
+            return self.piece(token_id)
+        return self.tokenizer.decode([token_id], skip_special_tokens=False).encode()
+
     def _piece_without_special(self, token_id: int) -> bytes:
         assert self.piece is not None
         return b"" if token_id in self.special_ids else self.piece(token_id)

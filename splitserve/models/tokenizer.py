@@ -75,6 +75,10 @@ class Tokenizer:
         """A stream for one sample: feed every id once and in order, then `flush`."""
         return self._detokenizer.stream(skip_special_tokens)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for, which may be a part of a character."""
+        return self._detokenizer.token_bytes(token_id)
+
     def _encode(self, text: str, *, field: str, adds_special_tokens: bool) -> list[int]:
         try:
             text.encode("utf-8")

@@ -71,6 +71,9 @@ class ByteTokenizer:
     def decode_stream(self, skip_special_tokens: bool = True) -> DecodeStream:
         return self._detokenizer.stream(skip_special_tokens)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._detokenizer.token_bytes(token_id)
+
 
 class PieceDetokenizer:
     """Token i is the i-th of `pieces`, which may cut characters anywhere."""

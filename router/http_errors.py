@@ -1,0 +1,81 @@
+"""Errors over HTTP, in the shape of OpenAI's: the tree of `errors`, FastAPI's own refusals, and what nobody expected.
+
+`http` installs the handlers; answers that are under way use `error_body`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from splitserve.service.errors import InvalidRequest, SplitserveError
+
+# HTTP's own refusals (no such path, wrong method) in the words of OpenAI's error bodies.
+_TYPES_BY_STATUS = {429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"}
+
+_log = structlog.get_logger(__name__)
+
+
+def error_body(message: str, *, status: int, code: str, param: str | None = None) -> dict[str, Any]:
+    """The body of an OpenAI error."""
+    kind = _TYPES_BY_STATUS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_response(error: SplitserveError, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """Any error of the tree as HTTP, with `headers` besides its own."""
+    retry = {} if error.retry_after_s is None else {"retry-after": str(max(1, round(error.retry_after_s)))}
+    body = error_body(error.message, status=error.http_status, code=error.reason.lower(), param=error.field)
+    return JSONResponse(body, status_code=error.http_status, headers={**retry, **(headers or {})})
+
+
+def map_errors(app: FastAPI) -> None:
+    """Whatever a handler raises is answered in that shape."""
+
+    @app.exception_handler(SplitserveError)
+    async def from_tree(_: Request, error: SplitserveError) -> JSONResponse:
+        return error_response(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def from_fastapi(_: Request, error: RequestValidationError) -> JSONResponse:
+        return error_response(_shape_error(error.errors()[0]))
+
+    @app.exception_handler(HTTPException)
+    async def from_http(request: Request, error: HTTPException) -> JSONResponse:
+        code, message = "http_error", str(error.detail)
+        if error.status_code == 404:
+            code, message = "not_found", f"there is no {request.url.path} here"
+        elif error.status_code == 405:
+            code, message = "method_not_allowed", f"{request.method} is not allowed on {request.url.path}"
+        elif error.status_code == 413:
+            code = "request_too_large"
+        body = error_body(message, status=error.status_code, code=code)
+        return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> JSONResponse:
+        _log.error("http_request_failed", path=request.url.path, exc_info=error)
+        return JSONResponse(error_body("internal error", status=500, code="internal"), status_code=500)
+
+
+def _shape_error(problem: Mapping[str, Any]) -> InvalidRequest:
+    """A body that is not what the request type says, in our words where pydantic's say little."""
+    path = [str(part) for part in problem["loc"][1:]]
+    name = ".".join(path) or None
+    match problem["type"]:
+        case "json_invalid":
+            return InvalidRequest(f"the body is no valid JSON: {problem['ctx']['error']}", reason="MALFORMED_MESSAGE")
+        case "extra_forbidden":
+            return InvalidRequest(f"there is no option {name!r} here", field=name)
+        case "missing" if name is None:
+            return InvalidRequest("the request has no JSON body", reason="MALFORMED_MESSAGE")
+        case "missing":
+            return InvalidRequest(f"{name} is required", field=name)
+        case "value_error":
+            return InvalidRequest(f"{name} {problem['ctx']['error']}", field=name)
+        case _:
+            return InvalidRequest(f"{name or 'the body'}: {problem['msg']}", field=name)

@@ -1,0 +1,275 @@
+"""An answer in OpenAI's shapes, from the pieces of its samples: whole, or as the events of a stream.
+
+`exchange` feeds one of these per HTTP request. A request has one or several prompts and each has n samples; the choice
+with index `prompt * n + sample` is one sample's. State of one request; nothing here knows the network.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from msgspec import UNSET, Struct, UnsetType
+
+from router.openai import replies
+from router.openai.token_texts import OffsetText, TokenTexts
+from router.request import PromptLogprobs, TokenLogprobs
+from router.serving import Delta, Piece, SampleEnd
+
+
+class Answer(Protocol):
+    def take(self, prompt: int, piece: Piece) -> Iterator[Struct]:
+        """The events that a stream shows for it."""
+
+    def last_events(self) -> Iterator[Struct]:
+        """What follows when all choices have ended."""
+
+    def whole(self) -> Struct:
+        """The reply that is no stream, when all choices have ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the client asked for, as far as it shapes the answer. `echoes` are the prompts to be shown before
+    the output, as they were sent: texts or ids that nobody has checked before the first piece of output comes."""
+
+    id: str
+    model: str
+    num_prompts: int
+    n: int
+    has_logprobs: bool
+    has_prompt_logprobs: bool
+    is_stream: bool
+    includes_usage: bool
+    echoes: Sequence[str | list[int]] | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+class _UsageCount:
+    def __init__(self) -> None:
+        self._by_prompt: dict[int, tuple[int, int]] = {}
+        self._num_tokens = 0
+
+    def add(self, prompt: int, end: SampleEnd) -> None:
+        self._by_prompt[prompt] = (end.num_prompt_tokens, end.cached_tokens)
+        self._num_tokens += end.num_tokens
+
+    def usage(self) -> replies.Usage:
+        num_prompt_tokens = sum(tokens for tokens, _ in self._by_prompt.values())
+        cached = sum(cached for _, cached in self._by_prompt.values())
+        return replies.Usage(
+            num_prompt_tokens,
+            self._num_tokens,
+            num_prompt_tokens + self._num_tokens,
+            replies.PromptTokensDetails(cached),
+        )
+
+
+class _Choice:
+    """One sample, as far as it has come. Text and logprobs are kept only for an answer that is sent whole."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.text: list[str] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.end: SampleEnd | None = None
+        self.has_begun = False
+
+
+class ChatAnswer:
+    """`chat.completion`, or its chunks: the first has the role, the last the reason."""
+
+    def __init__(self, asked: Asked, texts: TokenTexts) -> None:
+        self._asked = asked
+        self._texts = texts
+        self._usage = _UsageCount()
+        self._choices = [_Choice(index) for index in range(asked.n)]
+        self._prompt: list[TokenLogprobs] = []
+
+    def take(self, prompt: int, piece: Piece) -> Iterator[Struct]:
+        if isinstance(piece, PromptLogprobs):
+            self._prompt += piece.tokens
+            return
+        choice = self._choices[piece.sample]
+        if not choice.has_begun:
+            choice.has_begun = True
+            first = self._chunk(replies.ChatChunkChoice(choice.index, replies.ChatDelta("", "assistant"), None, None))
+            if choice.index == 0:
+                first.prompt_logprobs = _prompt_table(self._asked, self._texts, self._prompt)
+            yield first
+        if isinstance(piece, SampleEnd):
+            choice.end = piece
+            self._usage.add(prompt, piece)
+            yield self._chunk(
+                replies.ChatChunkChoice(
+                    choice.index, replies.ChatDelta(), None, piece.finish.reason, _stop_reason(piece)
+                )
+            )
+            return
+        if not self._asked.is_stream:
+            _keep(choice, piece)
+        elif piece.text or piece.logprobs is not None:
+            logprobs = None if piece.logprobs is None else self._logprobs([piece.logprobs])
+            yield self._chunk(replies.ChatChunkChoice(choice.index, replies.ChatDelta(piece.text), logprobs, None))
+
+    def last_events(self) -> Iterator[Struct]:
+        if self._asked.includes_usage:
+            yield replies.ChatChunk(self._asked.id, self._asked.created, self._asked.model, [], self._usage.usage())
+
+    def whole(self) -> Struct:
+        return replies.ChatCompletion(
+            self._asked.id,
+            self._asked.created,
+            self._asked.model,
+            [self._whole_choice(choice) for choice in self._choices],
+            self._usage.usage(),
+            _prompt_table(self._asked, self._texts, self._prompt),
+        )
+
+    def _whole_choice(self, choice: _Choice) -> replies.ChatChoice:
+        assert choice.end is not None, "a choice has not ended"
+        logprobs = self._logprobs(choice.logprobs) if self._asked.has_logprobs else None
+        message = replies.ChatReply("".join(choice.text))
+        return replies.ChatChoice(choice.index, message, logprobs, choice.end.finish.reason, _stop_reason(choice.end))
+
+    def _chunk(self, choice: replies.ChatChunkChoice) -> replies.ChatChunk:
+        usage = None if self._asked.includes_usage else UNSET
+        return replies.ChatChunk(self._asked.id, self._asked.created, self._asked.model, [choice], usage)
+
+    def _logprobs(self, entries: Sequence[TokenLogprobs]) -> replies.ChatLogprobs:
+        return replies.ChatLogprobs([self._logprob(entry) for entry in entries])
+
+    def _logprob(self, entry: TokenLogprobs) -> replies.TokenLogprob:
+        top = [
+            replies.TopLogprob(self._texts.text(token_id), finite(logprob), list(self._texts.bytes(token_id)))
+            for token_id, logprob in entry.top
+        ]
+        assert entry.logprob is not None, "an output token has a logprob"
+        text, own = self._texts.text(entry.token_id), list(self._texts.bytes(entry.token_id))
+        return replies.TokenLogprob(text, finite(entry.logprob), own, top)
+
+
+class CompletionAnswer:
+    """`text_completion`, which has the same shape in whole and in chunks."""
+
+    def __init__(self, asked: Asked, texts: TokenTexts) -> None:
+        self._asked = asked
+        self._texts = texts
+        self._usage = _UsageCount()
+        self._choices = [_Choice(index) for index in range(asked.num_prompts * asked.n)]
+        self._offsets = [OffsetText(texts) for _ in self._choices]
+        self._prompts: list[list[TokenLogprobs]] = [[] for _ in range(asked.num_prompts)]
+
+    def take(self, prompt: int, piece: Piece) -> Iterator[Struct]:
+        if isinstance(piece, PromptLogprobs):
+            self._prompts[prompt] += piece.tokens
+            return
+        choice = self._choices[prompt * self._asked.n + piece.sample]
+        if not choice.has_begun:
+            choice.has_begun = True
+            if (first := self._beginning(prompt, choice)) is not None:
+                yield self._reply([first])
+        if isinstance(piece, SampleEnd):
+            choice.end = piece
+            self._usage.add(prompt, piece)
+            yield self._reply([self._choice(choice, "", [], piece)])
+            return
+        if not self._asked.is_stream:
+            _keep(choice, piece)
+        elif piece.text or piece.logprobs is not None:
+            entries = [] if piece.logprobs is None else [piece.logprobs]
+            yield self._reply([self._choice(choice, piece.text, entries, None)])
+
+    def last_events(self) -> Iterator[Struct]:
+        if self._asked.includes_usage:
+            yield self._reply([], self._usage.usage())
+
+    def whole(self) -> Struct:
+        return self._reply([self._whole_choice(choice) for choice in self._choices], self._usage.usage())
+
+    def _beginning(self, prompt: int, choice: _Choice) -> replies.CompletionChoice | None:
+        """The prompt itself, where it is to be shown before the output."""
+        asked, scored = self._asked, self._prompts[prompt]
+        table = _prompt_table(asked, self._texts, scored) if choice.index % asked.n == 0 else UNSET
+        echo = "" if asked.echoes is None else asked.echoes[prompt]
+        if not isinstance(echo, str):
+            echo = self._texts.tokenizer.decode(echo)
+        entries = scored if asked.echoes is not None and asked.has_logprobs else []
+        if not asked.is_stream:
+            choice.text.append(echo)
+            choice.logprobs += entries
+            return None
+        if asked.echoes is None and table is UNSET:
+            return None
+        return self._choice(choice, echo, entries, None, table)
+
+    def _whole_choice(self, choice: _Choice) -> replies.CompletionChoice:
+        prompt, sample = divmod(choice.index, self._asked.n)
+        table = _prompt_table(self._asked, self._texts, self._prompts[prompt]) if sample == 0 else UNSET
+        return self._choice(choice, "".join(choice.text), choice.logprobs, choice.end, table)
+
+    def _choice(
+        self,
+        choice: _Choice,
+        text: str,
+        entries: Sequence[TokenLogprobs],
+        end: SampleEnd | None,
+        table: replies.PromptLogprobTable | UnsetType = UNSET,
+    ) -> replies.CompletionChoice:
+        logprobs = self._logprobs(choice.index, entries) if entries else None
+        reason = None if end is None else end.finish.reason
+        stop_reason = UNSET if end is None else _stop_reason(end)
+        return replies.CompletionChoice(choice.index, text, logprobs, reason, stop_reason, table)
+
+    def _reply(self, choices: list[replies.CompletionChoice], usage: replies.Usage | None = None) -> replies.Completion:
+        shown = UNSET if usage is None and not self._asked.includes_usage else usage
+        return replies.Completion(self._asked.id, self._asked.created, self._asked.model, choices, shown)
+
+    def _logprobs(self, index: int, entries: Sequence[TokenLogprobs]) -> replies.CompletionLogprobs:
+        offsets = self._offsets[index]
+        return replies.CompletionLogprobs(
+            tokens=[self._texts.text(entry.token_id) for entry in entries],
+            token_logprobs=[None if entry.logprob is None else finite(entry.logprob) for entry in entries],
+            top_logprobs=[self._top(entry) for entry in entries],
+            text_offset=[offsets.before(entry.token_id) for entry in entries],
+        )
+
+    def _top(self, entry: TokenLogprobs) -> dict[str, float] | None:
+        """By text, as this shape has it: of tokens with one text the likeliest is shown."""
+        if entry.logprob is None:
+            return None
+        top: dict[str, float] = {}
+        for token_id, logprob in entry.top:
+            top.setdefault(self._texts.text(token_id), finite(logprob))
+        return top
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, replies.LOWEST_LOGPROB)
+
+
+def _keep(choice: _Choice, delta: Delta) -> None:
+    choice.text.append(delta.text)
+    if delta.logprobs is not None:
+        choice.logprobs.append(delta.logprobs)
+
+
+def _stop_reason(end: SampleEnd) -> str | int | UnsetType:
+    """Which stop string or token it was; absent where the model or a limit ended the sample."""
+    return UNSET if end.finish.matched_stop is None else end.finish.matched_stop
+
+
+def _prompt_table(
+    asked: Asked, texts: TokenTexts, entries: Sequence[TokenLogprobs]
+) -> replies.PromptLogprobTable | UnsetType:
+    if not asked.has_prompt_logprobs:
+        return UNSET
+    return [
+        None
+        if entry.logprob is None
+        else {
+            str(token_id): replies.PromptLogprob(finite(logprob), texts.text(token_id))
+            for token_id, logprob in ((entry.token_id, entry.logprob), *entry.top)
+        }
+        for entry in entries
+    ]

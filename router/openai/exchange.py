@@ -1,0 +1,157 @@
+"""One HTTP exchange: prompts into `serving`, its pieces out as one JSON body or as a stream of events.
+
+`routes` makes one per request and hands it to the server, which calls it. The status is decided by the first event:
+what fails before it is answered with its own status, what fails later with an event that says so and no `[DONE]`.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import msgspec
+import structlog
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from router.http_errors import error_body, error_response
+from router.openai.answers import Answer
+from router.serving import ClientGoneError, Piece, Serving
+from splitserve.service.errors import Internal, SplitserveError
+from splitserve.v1 import inference_pb2 as pb
+
+_DONE = b"data: [DONE]\n\n"
+# A client that does not read is not waited for when it is to be told that its request has failed.
+_LAST_WORD_S = 5.0
+
+_log = structlog.get_logger(__name__)
+
+
+class Exchange(Response):
+    """Ends, and frees the workers, as soon as the client goes away, whether or not it was to have a stream."""
+
+    def __init__(
+        self,
+        serving: Serving,
+        answer: Answer,
+        messages: Sequence[pb.GenerateRequest],
+        *,
+        rename: Callable[[SplitserveError], SplitserveError],
+        is_stream: bool,
+        traceparent: str,
+        headers: dict[str, str],
+    ) -> None:
+        super().__init__(headers=headers)
+        self._own_headers = headers
+        self._serving = serving
+        self._answer = answer
+        self._messages = messages
+        self._rename = rename
+        self._is_stream = is_stream
+        self._traceparent = traceparent
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reply = _Reply(send, self._own_headers)
+        work = asyncio.create_task(self._work(reply))
+        watch = asyncio.create_task(_disconnect(receive))
+        try:
+            await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watch.cancel()
+            work.cancel()  # no harm where it is done
+            await asyncio.wait({work, watch})
+        if work.cancelled():
+            return
+        error = _refusal(work.exception())
+        if error is None:
+            return
+        error = self._rename(error)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WORD_S):
+                if reply.have_begun:
+                    await reply.fail(error)
+                else:
+                    await error_response(error, self._own_headers)(scope, receive, send)
+
+    async def _work(self, reply: "_Reply") -> None:
+        async with asyncio.TaskGroup() as prompts:
+            for index, message in enumerate(self._messages):
+                client = _PromptClient(index, self._answer, reply if self._is_stream else None)
+                prompts.create_task(self._serving.serve(message, client, traceparent=self._traceparent))
+        if not self._is_stream:
+            await reply.send_whole(self._answer.whole())
+            return
+        for event in self._answer.last_events():
+            await reply.send(event)
+        await reply.end()
+
+
+class _PromptClient:
+    """Who asked, as `serving` sees it, for one of the request's prompts."""
+
+    is_gone = False  # a client that leaves cancels the task
+
+    def __init__(self, prompt: int, answer: Answer, events: "_Reply | None") -> None:
+        self._prompt = prompt
+        self._answer = answer
+        self._events = events
+
+    async def write(self, piece: Piece) -> None:
+        for event in self._answer.take(self._prompt, piece):
+            if self._events is not None:
+                await self._events.send(event)
+
+
+class _Reply:
+    """One body, or server-sent events; begins with the first of what it is told to send."""
+
+    def __init__(self, send: Send, headers: dict[str, str]) -> None:
+        self._raw_send = send
+        self.have_begun = False
+        self._headers = headers
+
+    async def send(self, event: msgspec.Struct) -> None:
+        await self._send(b"data: " + msgspec.json.encode(event) + b"\n\n")
+
+    async def fail(self, error: SplitserveError) -> None:
+        """The last event; that no `[DONE]` follows says the same to a client that reads no errors."""
+        body = error_body(error.message, status=error.http_status, code=error.reason.lower(), param=error.field)
+        await self._send(b"data: " + msgspec.json.encode(body) + b"\n\n", more=False)
+
+    async def end(self) -> None:
+        await self._send(_DONE, more=False)
+
+    async def send_whole(self, whole: msgspec.Struct) -> None:
+        body = msgspec.json.encode(whole)
+        await self._begin({"content-type": "application/json", "content-length": str(len(body))})
+        await self._raw_send({"type": "http.response.body", "body": body})
+
+    async def _send(self, body: bytes, more: bool = True) -> None:
+        if not self.have_begun:
+            await self._begin({"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
+        await self._raw_send({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def _begin(self, headers: dict[str, str]) -> None:
+        self.have_begun = True
+        listed = [
+            (name.encode("latin-1"), value.encode("latin-1")) for name, value in (headers | self._headers).items()
+        ]
+        await self._raw_send({"type": "http.response.start", "status": 200, "headers": listed})
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _refusal(error: BaseException | None) -> SplitserveError | None:
+    """What the client is to be told; of several prompts' failures the first one. None where nobody is left to tell."""
+    match error:
+        case None | ClientGoneError() | asyncio.CancelledError():
+            return None
+        case SplitserveError():
+            return error
+        case BaseExceptionGroup():
+            return _refusal(error.exceptions[0])
+        case _:
+            _log.error("exchange_failed", exc_info=error)
+            return Internal("the router failed; its log says why")

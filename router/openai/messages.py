@@ -1,0 +1,121 @@
+"""The contract's own requests, made of OpenAI's: each prompt is one. Pure functions, called by `routes`."""
+
+from router.openai.requests import ChatCompletionRequest, ChatMessage, CompletionRequest, TokenizeRequest
+from splitserve.service.errors import InvalidRequest, SplitserveError
+from splitserve.v1 import inference_pb2 as pb
+
+NOT_SUPPORTED = "NOT_SUPPORTED"
+_UINT64 = 2**64
+# The contract's names, where they differ.
+_PARAMS = {"chat": "messages", "text": "prompt", "token_ids": "prompt"}
+
+# By one name here and in the contract, and absent there where they are absent here.
+_SAME = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "max_tokens",
+    "min_tokens",
+    "ignore_eos",
+    "prompt_logprobs",
+)
+
+
+def of_completion(request: CompletionRequest, request_id: str) -> list[pb.GenerateRequest]:
+    """One for each prompt. Raises InvalidRequest."""
+    if request.best_of not in (None, 1):
+        raise _not_supported("best_of")
+    if request.suffix:
+        raise _not_supported("suffix")
+    params = _sampling(request)
+    if request.logprobs is not None:
+        params.logprobs = request.logprobs
+        if request.echo and request.prompt_logprobs is None:
+            params.prompt_logprobs = request.logprobs
+    messages = []
+    for prompt in request.prompt:
+        message = _message(request, params, request_id)
+        if isinstance(prompt, str):
+            message.text = prompt
+        else:
+            message.token_ids.ids.extend(prompt)
+            message.token_ids.SetInParent()
+        messages.append(message)
+    return messages
+
+
+def of_chat(request: ChatCompletionRequest, request_id: str) -> pb.GenerateRequest:
+    """Raises InvalidRequest."""
+    params = _sampling(request)
+    if request.max_completion_tokens is not None:
+        if request.max_tokens not in (None, request.max_completion_tokens):
+            raise InvalidRequest(
+                f"max_tokens is {request.max_tokens} and max_completion_tokens {request.max_completion_tokens}: both "
+                "are names of one limit",
+                field="max_tokens",
+            )
+        params.max_tokens = request.max_completion_tokens
+    if request.logprobs:
+        params.logprobs = request.top_logprobs or 0
+    elif request.top_logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs to be true", field="top_logprobs")
+    message = _message(request, params, request_id)
+    message.chat.CopyFrom(chat_of(request.messages))
+    return message
+
+
+def chat_of(messages: list[ChatMessage]) -> pb.Chat:
+    """`developer` is the newer name of the role `system`; templates know the older one."""
+    roles = {"developer": "system"}
+    return pb.Chat(
+        messages=[pb.ChatMessage(role=roles.get(each.role, each.role), content=each.content) for each in messages]
+    )
+
+
+def contract_error(
+    error: SplitserveError, request: CompletionRequest | ChatCompletionRequest | TokenizeRequest
+) -> SplitserveError:
+    """`error` with the field at fault by its name in this API."""
+    name = (error.field or "").removeprefix("sampling_params.")
+    if name == "max_tokens" and isinstance(request, ChatCompletionRequest) and request.max_completion_tokens:
+        name = "max_completion_tokens"
+    error.field = _PARAMS.get(name, name) or None
+    return error
+
+
+def _message(
+    request: CompletionRequest | ChatCompletionRequest, params: pb.SamplingParams, request_id: str
+) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        request_id=request_id, model=request.model or "", sampling_params=params, priority=request.priority or 0
+    )
+
+
+def _sampling(request: CompletionRequest | ChatCompletionRequest) -> pb.SamplingParams:
+    if request.tools:
+        raise _not_supported("tools")
+    if request.response_format is not None and request.response_format.type != "text":
+        raise InvalidRequest(
+            f"response_format of type {request.response_format.type[:50]!r} is not supported; only text is",
+            field="response_format",
+            reason=NOT_SUPPORTED,
+        )
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequest("stream_options is only allowed with stream", field="stream_options")
+    given = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
+    params = pb.SamplingParams(**given)
+    if request.seed is not None:
+        params.seed = request.seed % _UINT64
+    params.stop.extend(request.stop or ())
+    params.stop_token_ids.extend(request.stop_token_ids or ())
+    params.logit_bias.update(request.logit_bias or {})
+    return params
+
+
+def _not_supported(name: str) -> InvalidRequest:
+    return InvalidRequest(f"{name} is not supported", field=name, reason=NOT_SUPPORTED)

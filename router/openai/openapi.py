@@ -1,0 +1,58 @@
+"""The replies in `/openapi.json`. Requests are there by FastAPI's own doing; replies are msgspec's, and added here."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from router.openai import replies
+
+_REFERENCE = "#/components/schemas/{name}"
+
+
+def reply_of(whole: type[msgspec.Struct], event: type[msgspec.Struct] | None = None) -> dict[int | str, dict[str, Any]]:
+    """A route's `responses`: its reply, the events where it can stream, and the shape of every error."""
+    content = {"application/json": {"schema": _schema(whole)}}
+    if event is not None:
+        content["text/event-stream"] = {"schema": _schema(event)}
+    error = {"content": {"application/json": {"schema": _schema(replies.ErrorReply)}}}
+    refused: dict[int | str, dict[str, Any]] = {
+        status: {"description": description, **error}
+        for status, description in {
+            400: "The request can never be served.",
+            404: "Another model's name.",
+            413: "The body is too large.",
+            422: "Not used: what is malformed is refused with 400.",
+            429: "No capacity now; `retry-after` says when to try again.",
+            500: "Our fault.",
+            503: "Nobody can serve it now; `retry-after` says when to try again.",
+            504: "Its time ran out.",
+        }.items()
+    }
+    answered: dict[int | str, dict[str, Any]] = {200: {"description": "The answer.", "content": content}}
+    return answered | refused
+
+
+def document(app: FastAPI) -> Callable[[], dict[str, Any]]:
+    """For `app.openapi`: made once, at the first call."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            made = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
+            _, components = msgspec.json.schema_components(_all_replies(), ref_template=_REFERENCE)
+            made.setdefault("components", {}).setdefault("schemas", {}).update(components)
+            app.openapi_schema = made
+        return app.openapi_schema
+
+    return openapi
+
+
+def _schema(reply: type[msgspec.Struct]) -> dict[str, str]:
+    return {"$ref": _REFERENCE.format(name=reply.__name__)}
+
+
+def _all_replies() -> list[type[msgspec.Struct]]:
+    found = [value for value in vars(replies).values() if isinstance(value, type)]
+    return [each for each in found if issubclass(each, msgspec.Struct) and each is not msgspec.Struct]

@@ -1,0 +1,206 @@
+"""What clients send in the OpenAI API, as far as its shape goes; `validation` judges the values.
+
+`routes` declares these types, so they are what `/openapi.json` shows. `messages` makes the contract's own request of
+one: an option is read here, given its meaning there, and checked in the same place as over gRPC.
+"""
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+
+_INT32 = 2**31
+_INT64 = 2**63
+_UINT64 = 2**64
+
+# What the wire can hold; what makes sense is decided with the true numbers by `validation`.
+Int32 = Annotated[int, Field(ge=-_INT32, lt=_INT32)]
+Seed = Annotated[int, Field(ge=-_INT64, lt=_UINT64)]
+Json = dict[str, Any]
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and -_INT64 <= value < _INT64
+
+
+def _read_prompts(value: object) -> list[str] | list[list[int]]:
+    """One or several prompts, each a text or token ids."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if all(isinstance(each, str) for each in value):
+            return value
+        if all(map(_is_id, value)):
+            return [value]
+        if all(isinstance(each, list) and all(map(_is_id, each)) for each in value):
+            return value
+    raise ValueError("must be a string, token ids or a list of either, and no list may be empty")
+
+
+def _read_stop(value: object) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and all(isinstance(each, str) for each in value):
+        return value
+    raise ValueError("must be a string or a list of strings")
+
+
+def _read_content(value: object) -> str:
+    """A message's text; in the API's other form it comes as a list of parts."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        if all(isinstance(part, dict) and part.get("type") == "text" and _is_text(part.get("text")) for part in value):
+            return "".join(part["text"] for part in value)
+        raise ValueError("must have parts of type text only: this model reads nothing else")
+    raise ValueError("must be a string or a list of text parts")
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _read_bias(value: object) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise ValueError("must be an object from token ids to numbers")
+    bias: dict[int, float] = {}
+    for key, number in value.items():
+        if not (isinstance(key, str) and key.lstrip("-").isdecimal() and _is_id(int(key[:20]))):
+            raise ValueError(f"names {key[:50]!r}, which is no token id")
+        if not isinstance(number, int | float) or isinstance(number, bool):
+            raise ValueError(f"of token {key} must be a number")
+        bias[int(key)] = float(number)
+    return bias
+
+
+def _given(read: Callable[[Any], Any]) -> BeforeValidator:
+    """Null is absent, as in all of this API."""
+    return BeforeValidator(lambda value: None if value is None else read(value))
+
+
+_STRING, _INTEGER = {"type": "string"}, {"type": "integer"}
+_IDS = {"type": "array", "items": _INTEGER, "minItems": 1}
+
+
+def _schema(*choices: Json, **more: object) -> WithJsonSchema:
+    return WithJsonSchema({"anyOf": list(choices), **more})
+
+
+Prompts = Annotated[
+    Any,
+    BeforeValidator(_read_prompts),
+    _schema(
+        _STRING,
+        {"type": "array", "items": _STRING, "minItems": 1},
+        _IDS,
+        {"type": "array", "items": _IDS, "minItems": 1},
+    ),
+]
+Stop = Annotated[Any, _given(_read_stop), _schema(_STRING, {"type": "array", "items": _STRING}, {"type": "null"})]
+Content = Annotated[
+    Any,
+    BeforeValidator(_read_content),
+    _schema(
+        _STRING,
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"type": {"const": "text"}, "text": _STRING},
+                "required": ["type", "text"],
+            },
+        },
+    ),
+]
+Bias = Annotated[
+    Any, _given(_read_bias), _schema({"type": "object", "additionalProperties": {"type": "number"}}, {"type": "null"})
+]
+
+
+class _Strict(BaseModel):
+    """No value is bent into shape, and no option that nobody reads is taken."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class StreamOptions(_Strict):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = Field(None, description="Without effect: nothing is padded.")
+
+
+class ChatMessage(_Strict):
+    role: str
+    content: Content
+    name: str | None = Field(None, description="Without effect: chat templates do not know it.")
+    tool_call_id: str | None = Field(None, description="Without effect.")
+
+
+class ResponseFormat(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: str
+
+
+class _Sampled(_Strict):
+    """What chat and text completions share. Defaults and ranges are in docs/api.md."""
+
+    model: str | None = Field(None, description="The served model's name; absent is the one that is served.")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Int32 | None = Field(None, description="Samples of each prompt.")
+    max_tokens: Int32 | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: Bias = None
+    stop: Stop = None
+    seed: Seed | None = None
+    user: str | None = Field(None, description="Without effect.")
+    # Beyond OpenAI's own, by vLLM's names.
+    top_k: Int32 | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: Int32 | None = None
+    stop_token_ids: list[Annotated[int, Field(ge=-_INT64, lt=_INT64)]] | None = None
+    ignore_eos: bool | None = None
+    prompt_logprobs: Int32 | None = None
+    priority: Int32 | None = None
+    request_id: str | None = Field(None, description="Your own name for the request, for the logs.")
+    # Until they exist they are refused by name.
+    response_format: ResponseFormat | None = Field(None, description="Only of type text.")
+    tools: list[Any] | None = Field(None, description="Not supported: refused unless empty.")
+    tool_choice: Literal["none", "auto"] | None = Field(None, description="Without effect while there are no tools.")
+
+
+class CompletionRequest(_Sampled):
+    prompt: Prompts
+    max_tokens: Int32 | None = Field(16, description="Most output tokens of each choice.")
+    logprobs: Int32 | None = Field(None, description="So many of the likeliest tokens with each token.")
+    echo: bool | None = None
+    best_of: Int32 | None = Field(None, description="Not supported: refused unless 1.")
+    suffix: str | None = Field(None, description="Not supported: refused unless empty.")
+
+
+class ChatCompletionRequest(_Sampled):
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Int32 | None = Field(None, description="The newer name of max_tokens.")
+    logprobs: bool | None = None
+    top_logprobs: Int32 | None = Field(None, description="So many of the likeliest tokens with each; needs logprobs.")
+    # What clients send of their own accord, and what changes nothing here.
+    metadata: Json | None = Field(None, description="Without effect.")
+    store: bool | None = Field(None, description="Without effect: nothing is stored.")
+    service_tier: str | None = Field(None, description="Without effect.")
+    parallel_tool_calls: bool | None = Field(None, description="Without effect while there are no tools.")
+
+
+class TokenizeRequest(_Strict):
+    """One of `prompt` and `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+
+
+class DetokenizeRequest(_Strict):
+    model: str | None = None
+    tokens: list[int]

@@ -1,0 +1,145 @@
+"""The OpenAI-compatible API over HTTP: an edge of `serving`, mounted by `http.create_app`."""
+
+import re
+import time
+import uuid
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from router.openai import replies
+from router.openai.answers import Answer, Asked, ChatAnswer, CompletionAnswer
+from router.openai.exchange import Exchange
+from router.openai.messages import chat_of, contract_error, of_chat, of_completion
+from router.openai.openapi import reply_of
+from router.openai.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from router.openai.token_texts import TokenBytes, TokenTexts
+from router.serving import Serving
+from router.validation import RequestValidator
+from splitserve.models.description import ModelDescription
+from splitserve.service.errors import InvalidRequest, NotFound, SplitserveError
+from splitserve.v1 import inference_pb2 as pb
+
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+class OpenAI:
+    """A method for each path. `validator` makes ids of text, `tokenizer` text of ids."""
+
+    def __init__(
+        self, *, model: ModelDescription, serving: Serving, validator: RequestValidator, tokenizer: TokenBytes
+    ) -> None:
+        self._model = model
+        self._serving = serving
+        self._validator = validator
+        self._texts = TokenTexts(tokenizer)
+        self._started = int(time.time())
+
+    def routes(self) -> APIRouter:
+        """Paths and shapes as OpenAI has them; `/tokenize` and `/detokenize` as vLLM has them."""
+        api = APIRouter()
+        chat = reply_of(replies.ChatCompletion, replies.ChatChunk)
+        completion = reply_of(replies.Completion, replies.Completion)
+        api.add_api_route("/v1/chat/completions", self.chat_completions, methods=["POST"], responses=chat)
+        api.add_api_route("/v1/completions", self.completions, methods=["POST"], responses=completion)
+        api.add_api_route("/v1/models", self.models, responses=reply_of(replies.ModelList))
+        # A name may have slashes.
+        api.add_api_route("/v1/models/{name:path}", self.one_model, responses=reply_of(replies.Model))
+        api.add_api_route("/tokenize", self.tokenize, methods=["POST"], responses=reply_of(replies.Tokens))
+        api.add_api_route("/detokenize", self.detokenize, methods=["POST"], responses=reply_of(replies.Text))
+        return api
+
+    async def chat_completions(self, body: ChatCompletionRequest, request: Request) -> Response:
+        messages = [of_chat(body, _request_id(request, body))]
+        answer = ChatAnswer(self._asked("chatcmpl", body, messages), self._texts)
+        return self._exchange(request, body, messages, answer)
+
+    async def completions(self, body: CompletionRequest, request: Request) -> Response:
+        messages = of_completion(body, _request_id(request, body))
+        answer = CompletionAnswer(self._asked("cmpl", body, messages), self._texts)
+        return self._exchange(request, body, messages, answer)
+
+    async def models(self) -> Response:
+        return _json(replies.ModelList([self._description()]))
+
+    async def one_model(self, name: str) -> Response:
+        if name != self._model.name:
+            message = f"the model {name[:200]!r} does not exist here; {self._model.name!r} is served"
+            raise NotFound(message, reason="MODEL_NOT_FOUND", field="model")
+        return _json(self._description())
+
+    async def tokenize(self, body: TokenizeRequest) -> Response:
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequest("one of prompt and messages is needed", field="prompt")
+        message = pb.TokenizeRequest(model=body.model or "")
+        if body.messages is not None:
+            message.chat.CopyFrom(chat_of(body.messages))
+        else:
+            message.text = body.prompt or ""
+        try:
+            ids = list(await self._validator.tokenize(message))
+        except SplitserveError as error:
+            raise contract_error(error, body) from None
+        return _json(replies.Tokens(ids, len(ids), self._validator.context_len))
+
+    async def detokenize(self, body: DetokenizeRequest) -> Response:
+        return _json(replies.Text(self._validator.detokenize(body.model or "", body.tokens)))
+
+    def _description(self) -> replies.Model:
+        return replies.Model(self._model.name, self._started, self._model.revision, self._validator.context_len)
+
+    def _asked(
+        self,
+        prefix: str,
+        body: CompletionRequest | ChatCompletionRequest,
+        messages: list[pb.GenerateRequest],
+    ) -> Asked:
+        params, options = messages[0].sampling_params, body.stream_options
+        return Asked(
+            id=f"{prefix}-{uuid.uuid4().hex}",
+            model=self._model.name,
+            num_prompts=len(messages),
+            n=params.n if params.HasField("n") else 1,
+            has_logprobs=params.HasField("logprobs"),
+            has_prompt_logprobs=body.prompt_logprobs is not None,
+            is_stream=bool(body.stream),
+            includes_usage=options is not None and bool(options.include_usage),
+            echoes=body.prompt if isinstance(body, CompletionRequest) and body.echo else None,
+        )
+
+    def _exchange(
+        self,
+        request: Request,
+        body: CompletionRequest | ChatCompletionRequest,
+        messages: list[pb.GenerateRequest],
+        answer: Answer,
+    ) -> Exchange:
+        return Exchange(
+            self._serving,
+            answer,
+            messages,
+            rename=lambda error: contract_error(error, body),
+            is_stream=bool(body.stream),
+            traceparent=_traceparent(request),
+            headers=_name_header(messages[0].request_id),
+        )
+
+
+def _json(reply: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(reply), media_type="application/json")
+
+
+def _request_id(request: Request, body: CompletionRequest | ChatCompletionRequest) -> str:
+    """The client's own name for the request, or one that we draw: it is in the log and in the reply's header."""
+    return body.request_id or request.headers.get("x-request-id") or uuid.uuid4().hex
+
+
+def _name_header(request_id: str) -> dict[str, str]:
+    is_sayable = request_id.isascii() and request_id.isprintable()
+    return {"x-request-id": request_id} if is_sayable else {}
+
+
+def _traceparent(request: Request) -> str:
+    value = request.headers.get("traceparent", "")
+    return value if _TRACEPARENT.fullmatch(value) else ""
