@@ -36,6 +36,7 @@ def create_app(
         docs_url=None,
         redoc_url=None,
     )
+    # FastAPI's own limit answers with a text that is no error body.
     app.add_middleware(BodyLimit, max_bytes=MAX_MESSAGE_BYTES)
     map_errors(app)
     app.include_router(api)

@@ -114,7 +114,10 @@ class RequestValidator:
                 field="tokens",
                 reason=CONTEXT_LENGTH_EXCEEDED,
             )
-        return self._encoder.decode(ids)
+        try:
+            return self._encoder.decode(ids)
+        except InvalidRequest as error:  # it does not know our field's name
+            raise InvalidRequest(error.message, reason=error.reason, field="tokens") from error
 
     def _check_model(self, model: str) -> None:
         if model and model != self._model.name:

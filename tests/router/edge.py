@@ -1,4 +1,4 @@
-"""A real gRPC server and channel around fakes, for the tests of the public edge."""
+"""A real server and client around fakes, for the tests of the public edge."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -6,10 +6,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import grpc
+import httpx
 from prometheus_client import CollectorRegistry
 
 from router.grpc_server import InferenceServer
+from router.http import create_app
 from router.metrics import Outcome, RouterMetrics
+from router.openai.routes import OpenAI
 from router.request import ClusterLimits
 from router.server import InferenceServicer
 from router.serving import Serving
@@ -17,6 +20,7 @@ from router.tokenizing import TokenizingLimits
 from router.validation import Encoder, RequestValidator
 from splitserve.models.description import ModelDescription
 from splitserve.models.tokenizer import Tokenizer
+from splitserve.service.http_server import serve_http
 from splitserve.service.limits import GRPC_MESSAGE_OPTIONS
 from splitserve.v1 import inference_pb2 as pb
 from splitserve.v1 import inference_pb2_grpc as pb_grpc
@@ -93,17 +97,22 @@ def request_of(**kwargs: object) -> pb.GenerateRequest:
     return pb.GenerateRequest(**fields)  # type: ignore[arg-type]
 
 
-@asynccontextmanager
-async def running(edge: Edge) -> AsyncIterator[Edge]:
-    metrics = RouterMetrics(edge.registry, edge.model.name)
+def assemble(edge: Edge) -> RequestValidator:
+    """Makes `edge.serving`; whoever calls this closes what it returns."""
     validator = RequestValidator(edge.model, edge.encoder or edge.tokenizer, edge.limits, tokenizing=edge.tokenizing)
     edge.serving = Serving(
         detokenizer=edge.tokenizer,
         validator=validator,
         dispatcher=edge.dispatcher,
-        metrics=metrics,
+        metrics=RouterMetrics(edge.registry, edge.model.name),
         request_timeout_s=edge.request_timeout_s,
     )
+    return validator
+
+
+@asynccontextmanager
+async def running(edge: Edge) -> AsyncIterator[Edge]:
+    validator = assemble(edge)
     servicer = InferenceServicer(edge.serving, model=edge.model, validator=validator, limits=edge.limits)
     edge.server = InferenceServer(servicer)
     edge.port = await edge.server.start("127.0.0.1", 0)
@@ -114,4 +123,20 @@ async def running(edge: Edge) -> AsyncIterator[Edge]:
             yield edge
     finally:
         await edge.server.stop(0)
+        validator.close()
+
+
+@asynccontextmanager
+async def http(edge: Edge) -> AsyncIterator[httpx.AsyncClient]:
+    """A real HTTP server and client around the same fakes."""
+    validator = assemble(edge)
+    api = OpenAI(model=edge.model, serving=edge.serving, validator=validator, tokenizer=edge.tokenizer).routes()
+    app = create_app(api=api, not_ready_reason=lambda: None, cluster=dict, registry=edge.registry)
+    server = await serve_http(app, "127.0.0.1", 0)
+    edge.port = server.port
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{edge.port}", trust_env=False, timeout=30) as client:
+            yield client
+    finally:
+        await server.stop()
         validator.close()

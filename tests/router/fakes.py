@@ -66,6 +66,8 @@ class ByteTokenizer:
         return self.encode("".join(f"[{message['role']}]{message['content']}" for message in messages))
 
     def decode(self, ids: list[int]) -> str:
+        if min(ids, default=0) < 0:
+            raise InvalidRequest("an id is out of range", field="token_ids")
         return str(self._tokenizer.decode(ids))
 
     def decode_stream(self, skip_special_tokens: bool = True) -> DecodeStream:

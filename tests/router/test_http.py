@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import APIRouter
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -33,7 +34,9 @@ class State:
 
 @asynccontextmanager
 async def serving(state: State) -> AsyncIterator[tuple[httpx.AsyncClient, HttpServer]]:
-    app = create_app(not_ready_reason=lambda: state.reason, cluster=state.cluster, registry=state.registry)
+    app = create_app(
+        api=APIRouter(), not_ready_reason=lambda: state.reason, cluster=state.cluster, registry=state.registry
+    )
     server = await serve_http(app, "127.0.0.1", 0)
     try:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", trust_env=False) as client:
