@@ -18,7 +18,7 @@ from decode_worker.state import Phase, Reservation, Sequence
 from kvtransfer import events
 from splitserve.engine.batch import Segment
 from splitserve.service.reasons import Reason
-from splitserve.worker import messages
+from splitserve.worker import commands, messages, reports
 from splitserve.worker.admission import Refusal
 from splitserve.worker.engine_setup import EngineContext
 from splitserve.worker.load import load_report
@@ -43,20 +43,20 @@ class DecodeEngine(EngineBase):
 
     # Commands and events
 
-    def handle(self, item: messages.Command | events.KVEvent) -> None:
+    def handle(self, item: commands.Command | events.KVEvent) -> None:
         match item:
-            case messages.Reserve():
+            case commands.Reserve():
                 self._reserve(item)
-            case messages.Renew():
+            case commands.Renew():
                 self._renew(item)
-            case messages.Release(attempt=attempt, reason=reason):
+            case commands.Release(attempt=attempt, reason=reason):
                 self._release(attempt, f"released by the router: {reason}")
-            case messages.EndSession(session=session):
+            case commands.EndSession(session=session):
                 for orphan in self._reservations.attempts_of(session) | self._running.attempts_of(session):
                     self._release(orphan, "the router is gone")
-            case messages.Drain(timeout_s=timeout_s):
+            case commands.Drain(timeout_s=timeout_s):
                 self._begin_drain(timeout_s)
-            case messages.SetPeers():
+            case commands.SetPeers():
                 pass  # A sink dials nobody: sources come to its endpoint.
             case events.TransferComplete():
                 self._join(item)
@@ -65,7 +65,7 @@ class DecodeEngine(EngineBase):
             case _:
                 log.warning("unexpected message", type=type(item).__name__)
 
-    def _reserve(self, command: messages.Reserve) -> None:
+    def _reserve(self, command: commands.Reserve) -> None:
         attempt = command.attempt
         if attempt in self._reservations or attempt in self._ended or self._running.of_attempt(attempt):
             self._ignore(command)
@@ -82,7 +82,7 @@ class DecodeEngine(EngineBase):
         ticket = self._reservations.open(reservation, timeout_s)
         # Before the answer, so that a router never sees the answer without the room that it took.
         self.report_load()
-        self._publish(messages.Reserved(session=reservation.session, attempt=reservation.attempt, ticket=ticket))
+        self._publish(reports.Reserved(session=reservation.session, attempt=reservation.attempt, ticket=ticket))
 
     def _refusal(self, start: messages.Start) -> Refusal | None:
         problem = self._draining_refusal() or start_problem(start, self._runner.vocab_size)
@@ -116,12 +116,12 @@ class DecodeEngine(EngineBase):
         sequences = split(reservation, self._runner.pool, self._allocator)
         self._running.add(sequences)
         if reservation.phase is Phase.RENEWING:
-            self._publish(messages.AlreadyRunning(reservation.session, reservation.attempt))
+            self._publish(reports.AlreadyRunning(reservation.session, reservation.attempt))
         self._take_tokens(list(zip(sequences, tokens, strict=True)))
 
     def _wrong_finish(self, reservation: Reservation, detail: str) -> None:
         """The first time another prefill worker may do better; the second time it may be this side that is wrong."""
-        self._publish(messages.TransferReport("sink", _MISMATCH))
+        self._publish(reports.TransferReport("sink", _MISMATCH))
         is_first, reservation.had_wrong_finish = not reservation.had_wrong_finish, True
         self._lose_transfer(reservation, Reason.INVALID, detail, is_renewable=is_first)
 
@@ -141,16 +141,16 @@ class DecodeEngine(EngineBase):
             self._reservations.park(reservation)
             attempt, transfer_id = reservation.attempt, reservation.transfer_id
             log.warning("transfer lost", attempt=attempt, detail=detail, traceparent=reservation.traceparent)
-            self._publish(messages.TransferLost(reservation.session, attempt, transfer_id, reason, detail))
+            self._publish(reports.TransferLost(reservation.session, attempt, transfer_id, reason, detail))
         else:
             self._reservations.free(reservation)
             self._report_end(reservation, reason, detail)
 
     # Another ticket
 
-    def _renew(self, command: messages.Renew) -> None:
+    def _renew(self, command: commands.Renew) -> None:
         if self._running.of_attempt(command.attempt):
-            self._publish(messages.AlreadyRunning(command.session, command.attempt))
+            self._publish(reports.AlreadyRunning(command.session, command.attempt))
             return
         reservation = self._reservations.get(command.attempt)
         if reservation is None:
@@ -162,7 +162,7 @@ class DecodeEngine(EngineBase):
         else:
             self._reservations.renew(reservation, command)
 
-    def _reopen(self, reservation: Reservation, command: messages.Renew) -> None:
+    def _reopen(self, reservation: Reservation, command: commands.Renew) -> None:
         """Its blocks are the engine's: takes in what the router has got since, and gives out another ticket for them.
 
         What has come of the transfer before counts as not received. Where that cannot be, nothing is held any more, and
@@ -267,12 +267,12 @@ class DecodeEngine(EngineBase):
     def _take_tokens(self, drawn: list[tuple[Sequence, messages.Token]]) -> None:
         """Goes on with each sequence, or ends it; every router gets its own tokens in one message."""
         for session, tokens in self._running.take_tokens(drawn).items():
-            self._publish(messages.StepTokens(session=session, tokens=tokens))
+            self._publish(reports.StepTokens(session=session, tokens=tokens))
         for sequence, token in drawn:
             if token.finish_reason and not self._running.of_attempt(sequence.attempt):
                 self._ended.add(sequence.attempt)
 
-    def load(self) -> messages.Load:
+    def load(self) -> reports.Load:
         return load_report(
             self._allocator.counts,
             self._agent.stats(),

@@ -16,7 +16,7 @@ from decode_worker.state import Phase, Reservation
 from kvtransfer.ticket import Ticket
 from splitserve.engine.allocator import BlockAllocator
 from splitserve.engine.block_keys import KeyChain
-from splitserve.worker import messages
+from splitserve.worker import commands, messages
 from splitserve.worker.engine_setup import EngineContext
 from splitserve.worker.sampling import sampling_params
 
@@ -54,7 +54,7 @@ class Reservations:
         reservations = (r for r in self._by_attempt.values() if r.phase is not Phase.PARKED)
         return next((r for r in reservations if r.transfer_id == transfer_id), None)
 
-    def take_room(self, command: messages.Reserve, keys: KeyChain, cached: list[int]) -> Reservation:
+    def take_room(self, command: commands.Reserve, keys: KeyChain, cached: list[int]) -> Reservation:
         """For a transfer that is to be opened: `cached` blocks, which the caller has pinned, begin it, whatever prefill
         has to compute of them anew, and the rest is reserved."""
         start, num_full = command.start, len(keys.complete)
@@ -102,7 +102,7 @@ class Reservations:
         reservation.phase = Phase.PARKED
         reservation.deadline = self._clock() + reservation.keep_s
 
-    def renew(self, reservation: Reservation, command: messages.Renew) -> None:
+    def renew(self, reservation: Reservation, command: commands.Renew) -> None:
         """Ends the open transfer so that the command can be carried out with its terminal event."""
         reservation.phase, reservation.renewal = Phase.RENEWING, command
         self._agent.cancel(reservation.transfer_id, "another ticket takes its place")

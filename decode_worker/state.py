@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from splitserve.engine.block_keys import KeyChain
 from splitserve.engine.history import TokenHistory
 from splitserve.engine.sampling_params import SamplingParams
-from splitserve.worker import messages
+from splitserve.worker import commands, messages
 
 
 class Phase(enum.Enum):
@@ -70,7 +70,7 @@ class Reservation:
     deadline: float = 0.0
     phase: Phase = Phase.RECEIVING
     had_wrong_finish: bool = False
-    renewal: messages.Renew | None = None
+    renewal: commands.Renew | None = None
     "What is carried out when the transfer has ended, in RENEWING."
 
     @property

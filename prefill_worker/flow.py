@@ -19,7 +19,7 @@ from splitserve.engine.block_keys import KeyChain
 from splitserve.engine.history import TokenHistory
 from splitserve.service.errors import SplitserveError
 from splitserve.service.reasons import Reason
-from splitserve.worker import messages
+from splitserve.worker import commands, messages, reports
 from splitserve.worker.admission import Refusal
 from splitserve.worker.engine_setup import EngineContext
 from splitserve.worker.load import load_report
@@ -41,19 +41,19 @@ class PrefillEngine(EngineBase):
 
     # Commands and events
 
-    def handle(self, item: messages.Command | events.KVEvent) -> None:
+    def handle(self, item: commands.Command | events.KVEvent) -> None:
         match item:
-            case messages.Prefill():
+            case commands.Prefill():
                 self._admit(item)
-            case messages.Release(attempt=attempt, reason=reason):
+            case commands.Release(attempt=attempt, reason=reason):
                 self._ended.add(attempt)
                 self._release(self._attempts.get(attempt), f"released by the router: {reason}")
-            case messages.EndSession(session=session):
+            case commands.EndSession(session=session):
                 for orphan in [a for a in self._attempts.values() if a.session == session]:
                     self._release(orphan, "the router is gone")
-            case messages.Drain(timeout_s=timeout_s):
+            case commands.Drain(timeout_s=timeout_s):
                 self._begin_drain(timeout_s)
-            case messages.SetPeers(endpoints=endpoints):
+            case commands.SetPeers(endpoints=endpoints):
                 self._agent.set_peers(endpoints)
             case events.TransferAcked(transfer_id=transfer_id):
                 self._forget(transfer_id)
@@ -62,7 +62,7 @@ class PrefillEngine(EngineBase):
             case _:
                 log.warning("unexpected message", type=type(item).__name__)
 
-    def _admit(self, command: messages.Prefill) -> None:
+    def _admit(self, command: commands.Prefill) -> None:
         """Takes the prompt only if blocks for all of it are there now, so that what is admitted always finishes."""
         if command.attempt in self._attempts or command.attempt in self._ended:
             self._ignore(command)
@@ -94,12 +94,12 @@ class PrefillEngine(EngineBase):
         self._by_transfer[attempt.ticket.transfer_id] = attempt
         # Before the answer, so that a router never sees the answer without the room that it took.
         self.report_load()
-        self._publish(messages.Accepted(session=command.session, attempt=command.attempt, num_cached_tokens=num_cached))
+        self._publish(reports.Accepted(session=command.session, attempt=command.attempt, num_cached_tokens=num_cached))
         if not is_scored:
             self._count_lookup(len(token_ids), num_cached)
         self._push_blocks(attempt, num_cached // self._layout.block_size)
 
-    def _refusal(self, command: messages.Prefill) -> Refusal | None:
+    def _refusal(self, command: commands.Prefill) -> Refusal | None:
         if command.ticket.transfer_id in self._by_transfer:
             return Refusal(Reason.INVALID, "its ticket is in use")
         problem = self._draining_refusal() or start_problem(command.start, self._runner.vocab_size)
@@ -229,7 +229,7 @@ class PrefillEngine(EngineBase):
         scored = score_chunk(logits, prompt_ids, chunk.start, attempt.num_prompt_logprobs)
         if scored:
             start = chunk.start + 1 if chunk.start else 0
-            self._publish(messages.PromptLogprobs(attempt.session, attempt.attempt, start, scored))
+            self._publish(reports.PromptLogprobs(attempt.session, attempt.attempt, start, scored))
         return scored is not None
 
     def _draw_first_tokens(self, attempt: PrefillAttempt, logits: torch.Tensor) -> None:
@@ -269,7 +269,7 @@ class PrefillEngine(EngineBase):
     def _hand_off(self, attempt: PrefillAttempt, tokens: list[messages.Token]) -> None:
         """The first tokens go to the router at once and to the decode worker behind the last block."""
         self._publish(
-            messages.FirstTokens(
+            reports.FirstTokens(
                 session=attempt.session,
                 attempt=attempt.attempt,
                 tokens=tokens,
@@ -280,7 +280,7 @@ class PrefillEngine(EngineBase):
         keys = attempt.keys.all_keys(attempt.token_ids)
         self._agent.finish(attempt.ticket.transfer_id, keys, encode_finish(tokens))
 
-    def load(self) -> messages.Load:
+    def load(self) -> reports.Load:
         prompts = self._prompts()
         num_started = sum(attempt.is_computing and attempt.has_started for attempt in self._attempts.values())
         return load_report(

@@ -22,7 +22,7 @@ from kvtransfer import events
 from kvtransfer.agent import KVAgent
 from splitserve.service.errors import SplitserveError
 from splitserve.service.logging import configure_logging
-from splitserve.worker import messages
+from splitserve.worker import commands, reports
 from splitserve.worker.clock import StepClock
 from splitserve.worker.engine_setup import EngineContext, Publish, build_context, ready_report
 from splitserve.worker.link import EngineLink
@@ -37,13 +37,13 @@ _FRONT_GONE_GRACE_S = 5.0
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
-Item = messages.Command | events.KVEvent | None
+Item = commands.Command | events.KVEvent | None
 
 
 class RoleEngine(Protocol):
     """What prefill and decode put into the loop. Every method runs on the engine thread."""
 
-    def handle(self, item: messages.Command | events.KVEvent) -> None: ...
+    def handle(self, item: commands.Command | events.KVEvent) -> None: ...
 
     def expire(self, now: float) -> None:
         """Ends what has passed its deadline; `now` is a time of the context's clock."""
@@ -73,13 +73,13 @@ def run_engine(make_engine: Callable[[EngineContext], RoleEngine], role: str) ->
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     link = EngineLink(socket.socket(fileno=arguments.link_fd))
     configure = link.receive()
-    if not isinstance(configure, messages.Configure):
+    if not isinstance(configure, commands.Configure):
         return 1
     inbox: queue.SimpleQueue[Item] = queue.SimpleQueue()
     try:
         context = build_context(configure, link.send, inbox.put)
     except (SplitserveError, ValueError, OSError, MemoryError) as error:
-        link.send(messages.StartFailed(message=str(error)))
+        link.send(reports.StartFailed(message=str(error)))
         return 1
     threading.Thread(target=_read_commands, args=(link, inbox), name="front-reader", daemon=True).start()
     try:
@@ -162,7 +162,7 @@ class EngineLoop:
         is_quiet = True
         for item in self._arrived(wait_s):
             is_quiet = False
-            if item is None or isinstance(item, messages.Stop):
+            if item is None or isinstance(item, commands.Stop):
                 return False
             self._is_checked = False
             self._dispatch(item)
@@ -200,25 +200,25 @@ class EngineLoop:
         except queue.Empty:
             return
 
-    def _dispatch(self, item: messages.Command | events.KVEvent) -> None:
+    def _dispatch(self, item: commands.Command | events.KVEvent) -> None:
         match item:
             case events.LinkUp(worker_id=peer, path=path):
-                self._publish(messages.LinkReport(peer=peer, reachable=True, detail=path))
+                self._publish(reports.LinkReport(peer=peer, reachable=True, detail=path))
             case events.LinkDown(worker_id=peer, reason=reason):
-                self._publish(messages.LinkReport(peer=peer, reachable=False, detail=reason))
+                self._publish(reports.LinkReport(peer=peer, reachable=False, detail=reason))
             case events.LinkRefused(worker_id=peer, detail=detail):
                 log.error("a peer does not fit", peer=peer, detail=detail)
-                self._publish(messages.LinkReport(peer=peer, reachable=False, detail=detail))
+                self._publish(reports.LinkReport(peer=peer, reachable=False, detail=detail))
             case events.AgentStopped(detail=detail):
                 raise RuntimeError(f"the KV thread stopped: {detail}")
             case events.TransferComplete(num_bytes=num_bytes, seconds=seconds):
-                self._publish(messages.TransferReport("sink", "", num_bytes, seconds))
+                self._publish(reports.TransferReport("sink", "", num_bytes, seconds))
                 self._engine.handle(item)
             case events.TransferAcked(num_bytes=num_bytes, seconds=seconds):
-                self._publish(messages.TransferReport("source", "", num_bytes, seconds))
+                self._publish(reports.TransferReport("source", "", num_bytes, seconds))
                 self._engine.handle(item)
             case events.TransferFailed(side=side, reason=failure):
-                self._publish(messages.TransferReport(side.value, failure.value.lower()))
+                self._publish(reports.TransferReport(side.value, failure.value.lower()))
                 self._engine.handle(item)
             case _:
                 self._engine.handle(item)

@@ -25,11 +25,11 @@ from splitserve.models.description import ModelDescription
 from splitserve.models.locate import locate_model
 from splitserve.service.huge_pages import huge_page_nbytes
 from splitserve.service.startup import process_age_s
-from splitserve.worker import messages
+from splitserve.worker import commands, reports
 from splitserve.worker.config import WorkerConfig
 from splitserve.worker.kv import TRANSPORTS, make_agent
 
-Publish = Callable[[messages.Report], None]
+Publish = Callable[[reports.Report], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class EngineContext:
 
 
 def build_context(
-    configure: messages.Configure, publish: Publish, on_event: Callable[[KVEvent], None]
+    configure: commands.Configure, publish: Publish, on_event: Callable[[KVEvent], None]
 ) -> EngineContext:
     """Loads the model and opens the KV endpoint; raises SplitserveError or ValueError with the reason if it cannot."""
     config = configure.config
@@ -58,7 +58,7 @@ def build_context(
     times.add("imports", process_age_s())
 
     def progress(text: str) -> None:
-        publish(messages.Progress(text=text))
+        publish(reports.Progress(text=text))
 
     def fetch_progress(what: str, done: int, total: int) -> None:
         if done == total:
@@ -108,9 +108,9 @@ def build_context(
     )
 
 
-def ready_report(context: EngineContext) -> messages.Ready:
+def ready_report(context: EngineContext) -> reports.Ready:
     runner, config, made = context.runner, context.config, context.runner.report
-    return messages.Ready(
+    return reports.Ready(
         fingerprint=context.fingerprint,
         num_blocks=runner.pool.num_blocks,
         block_size=runner.layout.block_size,
@@ -127,7 +127,7 @@ def ready_report(context: EngineContext) -> messages.Ready:
         linear=made.linear,
         attention=made.attention,
         layers=str(made.layers),
-        memory=messages.Memory(made.weights.plain, made.weights.packed, made.pool_nbytes, huge_page_nbytes()),
+        memory=reports.Memory(made.weights.plain, made.weights.packed, made.pool_nbytes, huge_page_nbytes()),
         startup=context.startup,
     )
 

@@ -23,7 +23,7 @@ from splitserve.service.lifecycle import StopRequest, first_of, run_loop
 from splitserve.service.logging import configure_logging
 from splitserve.service.startup import process_age_s, startup_line
 from splitserve.v1 import cluster_pb2 as pb
-from splitserve.worker import messages, translate
+from splitserve.worker import commands, reports, translate
 from splitserve.worker.clock import StepClock
 from splitserve.worker.config import WorkerConfig
 from splitserve.worker.http import WorkerHttp
@@ -83,7 +83,7 @@ class EngineProcess:
 
     async def stop(self) -> None:
         """Asks, waits a little, then kills: an engine holds nothing that needs saving."""
-        self.link.send(messages.Stop())
+        self.link.send(commands.Stop())
         try:
             async with asyncio.timeout(_STOP_GRACE_S):
                 await self.process.wait()
@@ -102,8 +102,8 @@ class Front:
         self._engine: EngineProcess
         self._joiner: Joiner
         self._http: WorkerHttp
-        self._load: messages.Load
-        self._links: dict[str, messages.LinkReport] = {}
+        self._load: reports.Load
+        self._links: dict[str, reports.LinkReport] = {}
         self._is_draining = False
         self._drained = asyncio.Event()
 
@@ -120,21 +120,21 @@ class Front:
         finally:
             await self._engine.stop()
 
-    async def _start_engine(self, stop: StopRequest) -> messages.Ready | None:
+    async def _start_engine(self, stop: StopRequest) -> reports.Ready | None:
         """Waits for the model to be loaded; None when the engine cannot serve or `stop` came first."""
-        self._engine.link.send(messages.Configure(worker_id=self._worker_id, config=self._config))
-        ready: messages.Ready | None = None
+        self._engine.link.send(commands.Configure(worker_id=self._worker_id, config=self._config))
+        ready: reports.Ready | None = None
 
         async def await_ready() -> None:
             nonlocal ready
             while True:
                 match await self._engine.link.receive():
-                    case messages.Progress(text=text):
+                    case reports.Progress(text=text):
                         log.info("starting", step=text)
-                    case messages.Ready() as report:
+                    case reports.Ready() as report:
                         ready = report
                         return
-                    case messages.StartFailed(message=message):
+                    case reports.StartFailed(message=message):
                         log.error("cannot serve", reason=message)
                         stop.set(message, EXIT_CONFIG)
                         return
@@ -147,8 +147,8 @@ class Front:
             log.error("start-up failed", reason=stop.reason)
         return ready
 
-    async def _serve(self, ready: messages.Ready, stop: StopRequest) -> None:
-        self._load = messages.Load(ready.num_blocks, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    async def _serve(self, ready: reports.Ready, stop: StopRequest) -> None:
+        self._load = reports.Load(ready.num_blocks, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
         hello = translate.hello_message(
             ready, worker_id=self._worker_id, role=self._role.proto, host_id=_host_id(), pid=os.getpid()
         )
@@ -181,7 +181,7 @@ class Front:
         log.info("draining", timeout_s=timeout_s)
         self._is_draining = True
         self._joiner.join_no_more()
-        self._engine.link.send(messages.Drain(timeout_s=timeout_s))
+        self._engine.link.send(commands.Drain(timeout_s=timeout_s))
         self._joiner.send(pb.WorkerMessage(draining=pb.Draining(timeout_s=timeout_s)))
         try:
             async with asyncio.timeout(timeout_s + _DRAIN_SLACK_S):
@@ -199,29 +199,29 @@ class Front:
         await self._joiner.flush(_LAST_WORDS_S)
         stop.set("the engine process ended", 1)
 
-    def _on_report(self, report: messages.Report) -> None:
+    def _on_report(self, report: reports.Report) -> None:
         match report:
-            case messages.Load():
+            case reports.Load():
                 self._load = report
                 self._http.set_load(report)
                 self._joiner.send(self._load_message())
-            case messages.LinkReport():
+            case reports.LinkReport():
                 self._links[report.peer] = report
                 self._joiner.send(translate.to_worker_message(report))
-            case messages.TransferReport() | messages.CacheLookup() | messages.Ignored():
+            case reports.TransferReport() | reports.CacheLookup() | reports.Ignored():
                 self._http.count(report)
-            case messages.Progress(text=text):
+            case reports.Progress(text=text):
                 log.info("engine", step=text)
-            case messages.Drained():
+            case reports.Drained():
                 self._drained.set()
-            case messages.Ready() | messages.StartFailed():
+            case reports.Ready() | reports.StartFailed():
                 log.error("unexpected report", type=type(report).__name__)
             case _:
                 self._pass_on(report)
 
-    def _pass_on(self, report: messages.AttemptReport) -> None:
+    def _pass_on(self, report: reports.AttemptReport) -> None:
         """To the router whose attempt it is about, if that is still there."""
-        if isinstance(report, messages.FirstTokens | messages.StepTokens):
+        if isinstance(report, reports.FirstTokens | reports.StepTokens):
             self._http.count(report)
         receiver = self._joiner.connections.get(report.session)
         if receiver is not None:
@@ -269,7 +269,7 @@ class Front:
             self._engine.link.send(command)
 
     def _on_router_end(self, connection: RouterConnection) -> None:
-        self._engine.link.send(messages.EndSession(session=connection.session))
+        self._engine.link.send(commands.EndSession(session=connection.session))
         self._set_peers()
 
     def _set_peers(self) -> None:
@@ -283,10 +283,10 @@ class Front:
             if peer.role == pb.ROLE_DECODE
         }
         self._links = {peer: report for peer, report in self._links.items() if peer in endpoints}
-        self._engine.link.send(messages.SetPeers(endpoints=endpoints))
+        self._engine.link.send(commands.SetPeers(endpoints=endpoints))
 
 
-def _details(ready: messages.Ready) -> str:
+def _details(ready: reports.Ready) -> str:
     memory = ready.memory
     sizes = {"weights": memory.weights, "packed weights": memory.packed_weights, "KV pool": memory.kv_pool}
     sizes |= {"in huge pages": memory.huge_pages}

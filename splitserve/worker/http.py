@@ -9,14 +9,14 @@ from fastapi.responses import JSONResponse
 
 from splitserve.service.http_server import serve_http
 from splitserve.service.metrics import CONTENT_TYPE, WorkerMetrics, new_registry, render
-from splitserve.worker import messages
+from splitserve.worker import reports
 
 
 class WorkerHttp:
     """`routers` names the routers that this worker has joined; it is ready while there is one and it does not drain."""
 
     def __init__(
-        self, ready: messages.Ready, routers: Callable[[], Sequence[str]], is_draining: Callable[[], bool]
+        self, ready: reports.Ready, routers: Callable[[], Sequence[str]], is_draining: Callable[[], bool]
     ) -> None:
         self._ready = ready
         self._routers = routers
@@ -57,7 +57,7 @@ class WorkerHttp:
 
     # What the front hears
 
-    def set_load(self, load: messages.Load) -> None:
+    def set_load(self, load: reports.Load) -> None:
         self._metrics.set_load(
             running=load.num_running,
             waiting=load.num_waiting,
@@ -66,21 +66,21 @@ class WorkerHttp:
         )
         self._metrics.set_kv_messages_dropped(load.kv_messages_dropped)
 
-    def count(self, report: messages.Countable) -> None:
+    def count(self, report: reports.Countable) -> None:
         match report:
-            case messages.TransferReport():
+            case reports.TransferReport():
                 self._count_transfer(report)
-            case messages.CacheLookup(num_tokens=num_tokens, num_cached_tokens=num_cached):
+            case reports.CacheLookup(num_tokens=num_tokens, num_cached_tokens=num_cached):
                 self._metrics.count_cache_lookup(num_tokens=num_tokens, num_cached_tokens=num_cached)
-            case messages.Ignored(kind=kind):
+            case reports.Ignored(kind=kind):
                 self._metrics.count_ignored(kind)
-            case messages.FirstTokens(tokens=tokens, num_computed_tokens=num_computed):
+            case reports.FirstTokens(tokens=tokens, num_computed_tokens=num_computed):
                 self._metrics.count_prompt_tokens(num_computed)
                 self._metrics.count_generation_tokens(len(tokens))
-            case messages.StepTokens(tokens=tokens):
+            case reports.StepTokens(tokens=tokens):
                 self._metrics.count_generation_tokens(len(tokens))
 
-    def _count_transfer(self, report: messages.TransferReport) -> None:
+    def _count_transfer(self, report: reports.TransferReport) -> None:
         transport = self._ready.transport
         if report.reason:
             self._metrics.count_transfer_failure(transport=transport, side=report.side, reason=report.reason)

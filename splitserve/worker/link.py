@@ -1,4 +1,4 @@
-"""The local socket between a worker's front and its engine: length-prefixed msgpack of the types in `messages`.
+"""The local socket between a worker's front and its engine: length-prefixed msgpack, `commands` down, `reports` up.
 
 The engine side is blocking and used from plain threads; the front side is asyncio. Both refuse a frame above the limit,
 and for both the end of the socket is the end of the other process.
@@ -11,7 +11,9 @@ import threading
 
 import msgspec
 
-from splitserve.worker.messages import MAX_MESSAGE_BYTES, Command, Report
+from splitserve.worker.commands import Command
+from splitserve.worker.messages import MAX_MESSAGE_BYTES
+from splitserve.worker.reports import Report
 
 _LENGTH = struct.Struct("<I")
 # A front that does not read for this long is taken for dead.

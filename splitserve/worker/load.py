@@ -2,7 +2,7 @@
 
 from kvtransfer.counters import KVStats
 from splitserve.engine.allocator import BlockCounts
-from splitserve.worker import messages
+from splitserve.worker import reports
 
 
 def load_report(
@@ -13,8 +13,8 @@ def load_report(
     num_waiting: int,
     waiting_tokens: int,
     tokens_ahead: int,
-) -> messages.Load:
-    return messages.Load(
+) -> reports.Load:
+    return reports.Load(
         blocks_free=blocks.free,
         blocks_cached=blocks.cached,
         blocks_in_use=blocks.in_use,

@@ -8,7 +8,7 @@ import structlog
 from splitserve.engine.allocator import BlockAllocator
 from splitserve.engine.block_keys import KeyChain
 from splitserve.service.reasons import Reason
-from splitserve.worker import messages
+from splitserve.worker import commands, reports
 from splitserve.worker.admission import Refusal, Room
 from splitserve.worker.ended import EndedAttempts
 from splitserve.worker.engine_setup import EngineContext
@@ -27,14 +27,14 @@ class EngineBase(ABC):
         self._publish = context.publish
         self._eos_token_ids = frozenset(context.description.eos_token_ids)
         self._allocator = BlockAllocator(context.runner.pool.num_blocks)
-        self._last_load: messages.Load | None = None
+        self._last_load: reports.Load | None = None
         self._ended = EndedAttempts()
         # While it drains: until when; after that, nothing more is to be ended.
         self._drains_until: float | None = None
         self._is_draining = False
 
     @abstractmethod
-    def load(self) -> messages.Load:
+    def load(self) -> reports.Load:
         """What the engine holds and has to do at this moment."""
 
     def report_load(self) -> None:
@@ -82,7 +82,7 @@ class EngineBase(ABC):
 
     def _count_lookup(self, num_tokens: int, num_cached_tokens: int) -> None:
         if self._has_cache:
-            self._publish(messages.CacheLookup(num_tokens=num_tokens, num_cached_tokens=num_cached_tokens))
+            self._publish(reports.CacheLookup(num_tokens=num_tokens, num_cached_tokens=num_cached_tokens))
 
     # Draining
 
@@ -109,19 +109,19 @@ class EngineBase(ABC):
             self.end_all(Reason.DRAINING, "this worker ends")
         if self.is_empty():
             self._drains_until = None
-            self._publish(messages.Drained())
+            self._publish(reports.Drained())
 
     # Refusing and ending
 
-    def _refuse(self, command: messages.Reserve | messages.Renew | messages.Prefill, refusal: Refusal) -> None:
-        self._publish(messages.Refused(command.session, command.attempt, refusal.reason, refusal.message))
+    def _refuse(self, command: commands.Reserve | commands.Renew | commands.Prefill, refusal: Refusal) -> None:
+        self._publish(reports.Refused(command.session, command.attempt, refusal.reason, refusal.message))
 
-    def _ignore(self, command: messages.Command) -> None:
+    def _ignore(self, command: commands.Command) -> None:
         """It comes late or again: nothing changes, but it is counted."""
-        self._publish(messages.Ignored(type(command).__name__.lower()))
+        self._publish(reports.Ignored(type(command).__name__.lower()))
 
     def _publish_end(self, session: int, attempt: str, reason: Reason, message: str, traceparent: str) -> None:
         """The router hears that the attempt is lost; the log keeps the trace that it belonged to."""
         log.warning("attempt ended", attempt=attempt, reason=reason.value, detail=message, traceparent=traceparent)
         self._ended.add(attempt)
-        self._publish(messages.AttemptEnded(session=session, attempt=attempt, reason=reason, message=message))
+        self._publish(reports.AttemptEnded(session=session, attempt=attempt, reason=reason, message=message))

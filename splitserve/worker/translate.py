@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from kvtransfer.endpoint import KVEndpoint
 from splitserve.v1 import cluster_pb2 as pb
-from splitserve.worker import messages
+from splitserve.worker import commands, messages, reports
 from splitserve.worker.clock import Signs
 from splitserve.worker.contract import REASON_TO_PROTO, ticket_from_proto, ticket_to_proto
 
@@ -15,12 +15,12 @@ _FINISH_REASONS = {
 }
 
 
-def to_command(message: pb.RouterMessage, session: int) -> messages.Command | None:
+def to_command(message: pb.RouterMessage, session: int) -> commands.Command | None:
     """The engine's command for a router's message; None for what the front handles itself."""
     match message.WhichOneof("body"):
         case "reserve":
             reserve = message.reserve
-            return messages.Reserve(
+            return commands.Reserve(
                 session=session,
                 attempt=reserve.attempt_id,
                 start=_start(reserve.start),
@@ -30,7 +30,7 @@ def to_command(message: pb.RouterMessage, session: int) -> messages.Command | No
             )
         case "renew":
             renew = message.renew
-            return messages.Renew(
+            return commands.Renew(
                 session=session,
                 attempt=renew.attempt_id,
                 transfer_id=renew.transfer_id,
@@ -39,7 +39,7 @@ def to_command(message: pb.RouterMessage, session: int) -> messages.Command | No
             )
         case "prefill":
             prefill = message.prefill
-            return messages.Prefill(
+            return commands.Prefill(
                 session=session,
                 attempt=prefill.attempt_id,
                 start=_start(prefill.start),
@@ -47,7 +47,7 @@ def to_command(message: pb.RouterMessage, session: int) -> messages.Command | No
                 timeout_s=prefill.timeout_s,
             )
         case "release":
-            return messages.Release(attempt=message.release.attempt_id, reason=message.release.reason)
+            return commands.Release(attempt=message.release.attempt_id, reason=message.release.reason)
         case _:
             return None
 
@@ -90,49 +90,49 @@ def to_endpoint(endpoint: pb.KVEndpoint) -> KVEndpoint:
     )
 
 
-def to_worker_message(report: messages.Report) -> pb.WorkerMessage:
+def to_worker_message(report: reports.Report) -> pb.WorkerMessage:
     """What the router is told; raises TypeError for a report that is the front's own business."""
     match report:
-        case messages.Reserved(attempt=attempt, ticket=ticket):
+        case reports.Reserved(attempt=attempt, ticket=ticket):
             return pb.WorkerMessage(
                 reserved=pb.Reserved(
                     attempt_id=attempt,
                     ticket=ticket_to_proto(ticket),
                 )
             )
-        case messages.AlreadyRunning(attempt=attempt):
+        case reports.AlreadyRunning(attempt=attempt):
             return pb.WorkerMessage(already_running=pb.AlreadyRunning(attempt_id=attempt))
-        case messages.TransferLost(attempt=attempt, transfer_id=transfer_id, reason=reason, message=text):
+        case reports.TransferLost(attempt=attempt, transfer_id=transfer_id, reason=reason, message=text):
             return pb.WorkerMessage(
                 transfer_lost=pb.TransferLost(
                     attempt_id=attempt, transfer_id=transfer_id, reason=REASON_TO_PROTO[reason], message=text
                 )
             )
-        case messages.Accepted(attempt=attempt, num_cached_tokens=cached):
+        case reports.Accepted(attempt=attempt, num_cached_tokens=cached):
             return pb.WorkerMessage(accepted=pb.Accepted(attempt_id=attempt, num_cached_tokens=cached))
-        case messages.Refused(attempt=attempt, reason=reason, message=text):
+        case reports.Refused(attempt=attempt, reason=reason, message=text):
             return pb.WorkerMessage(
                 refused=pb.Refused(attempt_id=attempt, reason=REASON_TO_PROTO[reason], message=text)
             )
-        case messages.AttemptEnded(attempt=attempt, reason=reason, message=text):
+        case reports.AttemptEnded(attempt=attempt, reason=reason, message=text):
             return pb.WorkerMessage(
                 attempt_ended=pb.AttemptEnded(attempt_id=attempt, reason=REASON_TO_PROTO[reason], message=text)
             )
-        case messages.LinkReport(peer=peer, reachable=reachable, detail=detail):
+        case reports.LinkReport(peer=peer, reachable=reachable, detail=detail):
             return pb.WorkerMessage(link_report=pb.LinkReport(peer_worker_id=peer, reachable=reachable, detail=detail))
         case _:
             return _tokens_message(report)
 
 
-def _tokens_message(report: messages.Report) -> pb.WorkerMessage:
+def _tokens_message(report: reports.Report) -> pb.WorkerMessage:
     match report:
-        case messages.PromptLogprobs(attempt=attempt, start=start, tokens=entries):
+        case reports.PromptLogprobs(attempt=attempt, start=start, tokens=entries):
             return pb.WorkerMessage(
                 prompt_logprobs=pb.PromptLogprobs(attempt_id=attempt, start=start, tokens=map(_logprobs, entries))
             )
-        case messages.FirstTokens(attempt=attempt, tokens=tokens):
+        case reports.FirstTokens(attempt=attempt, tokens=tokens):
             return pb.WorkerMessage(first_tokens=pb.FirstTokens(attempt_id=attempt, tokens=map(_token, tokens)))
-        case messages.StepTokens(tokens=tokens):
+        case reports.StepTokens(tokens=tokens):
             return pb.WorkerMessage(step_tokens=pb.StepTokens(tokens=map(_token, tokens)))
         case _:
             raise TypeError(f"{type(report).__name__} is not for routers")
@@ -158,7 +158,7 @@ def _logprobs(logprobs: messages.Logprobs) -> pb.Logprobs:
     )
 
 
-def load_message(load: messages.Load, signs: Signs) -> pb.WorkerMessage:
+def load_message(load: reports.Load, signs: Signs) -> pb.WorkerMessage:
     return pb.WorkerMessage(
         load=pb.Load(
             engine_steps=signs.steps,
@@ -180,7 +180,7 @@ def load_message(load: messages.Load, signs: Signs) -> pb.WorkerMessage:
 
 
 def hello_message(
-    ready: messages.Ready, *, worker_id: str, role: pb.Role.ValueType, host_id: str, pid: int
+    ready: reports.Ready, *, worker_id: str, role: pb.Role.ValueType, host_id: str, pid: int
 ) -> pb.WorkerMessage:
     fingerprint, endpoint = ready.fingerprint, ready.kv_endpoint
     return pb.WorkerMessage(

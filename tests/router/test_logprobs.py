@@ -12,7 +12,7 @@ from router.translate import start_to_proto, to_event, to_token
 from router.worker import Role, Start
 from splitserve.service.reasons import Reason
 from splitserve.v1 import cluster_pb2
-from splitserve.worker import messages
+from splitserve.worker import commands, messages, reports
 from splitserve.worker.translate import to_command, to_worker_message
 from tests.router.cluster_fakes import Router, collect_all, request
 from tests.router.driving import hand_off
@@ -140,7 +140,7 @@ def limits_at_the_worker(sampling: Sampling) -> messages.Limits:
     start = start_to_proto(Start(prompt_ids=(1, 2), outputs={0: (3,)}, sampling=sampling))
     wire = cluster_pb2.RouterMessage(prefill=cluster_pb2.Prefill(attempt_id="a", start=start)).SerializeToString()
     command = to_command(cluster_pb2.RouterMessage.FromString(wire), 1)
-    assert isinstance(command, messages.Prefill)
+    assert isinstance(command, commands.Prefill)
     assert (command.start.prompt_ids, command.start.samples) == ([1, 2], [messages.Sample(0, [3])])
     return command.start.limits
 
@@ -160,16 +160,16 @@ async def test_wire_changes_a_logprob() -> None:
         TokenLogprobs(7, -math.inf, ((6, 0.0), (7, -math.inf))),
         TokenLogprobs(8, -1.0 / 3.0, ((9, -0.1), (8, -1.0 / 3.0))),
     )
-    assert to_event(worker, over_the_wire(messages.PromptLogprobs(1, "a", 512, sent))) == (
+    assert to_event(worker, over_the_wire(reports.PromptLogprobs(1, "a", 512, sent))) == (
         "a",
         PromptLogprobsArrived(512, expected),
     )
-    step = messages.StepTokens(1, [messages.Token(0, 4, 8, attempt="a", logprobs=sent[3]), messages.Token(0, 5, 8)])
+    step = reports.StepTokens(1, [messages.Token(0, 4, 8, attempt="a", logprobs=sent[3]), messages.Token(0, 5, 8)])
     found = [to_token(worker, token).logprobs for token in over_the_wire(step).step_tokens.tokens]
     assert found == [expected[3], None]
 
 
-def over_the_wire(report: messages.Report) -> cluster_pb2.WorkerMessage:
+def over_the_wire(report: reports.Report) -> cluster_pb2.WorkerMessage:
     return cluster_pb2.WorkerMessage.FromString(to_worker_message(report).SerializeToString())
 
 

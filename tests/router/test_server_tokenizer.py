@@ -16,7 +16,7 @@ from splitserve.models.tokenizer import Tokenizer
 from splitserve.service.grpc_errors import from_rpc_error
 from splitserve.v1 import cluster_pb2 as cluster_pb
 from splitserve.v1 import inference_pb2 as pb
-from splitserve.worker.messages import Reserve
+from splitserve.worker.commands import Reserve
 from splitserve.worker.translate import to_command
 from tests.router.cluster_fakes import Router
 from tests.router.edge import Edge, running

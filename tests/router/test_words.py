@@ -13,14 +13,14 @@ from router.translate import to_event, to_load
 from router.worker import Role, Start
 from splitserve.service.reasons import Reason
 from splitserve.v1 import cluster_pb2 as pb
-from splitserve.worker import messages
+from splitserve.worker import commands, messages, reports
 from splitserve.worker.clock import Signs
 from splitserve.worker.contract import REASON_TO_PROTO
 from splitserve.worker.translate import load_message, to_command, to_worker_message
 from tests.router.cluster_fakes import Router, collect, ids, request
 
 
-def as_command(channel: JoinChannel) -> messages.Command | None:
+def as_command(channel: JoinChannel) -> commands.Command | None:
     """The engine's command for the one message that the channel was told to send."""
     message = channel.outgoing.get_nowait()
     assert message is not None
@@ -32,7 +32,7 @@ async def test_reserve_forgets_how_long_the_reservation_is_kept() -> None:
     channel = JoinChannel()
     channel.reserve("a", Start(asked.prompt_ids, {2: (8, 9)}, asked.sampling), 60.0, 5.0, "trace")
     command = as_command(channel)
-    assert isinstance(command, messages.Reserve)
+    assert isinstance(command, commands.Reserve)
     assert (command.session, command.attempt, command.timeout_s, command.keep_s) == (7, "a", 60.0, 5.0)
     assert command.traceparent == "trace"
     assert command.start.samples == [messages.Sample(2, [8, 9])]
@@ -42,20 +42,20 @@ async def test_renewal_names_another_ticket_or_other_outputs() -> None:
     channel = JoinChannel()
     channel.renew("a", "t1", {2: (8, 9), 3: ()}, 60.0)
     samples = [messages.Sample(2, [8, 9]), messages.Sample(3, [])]
-    assert as_command(channel) == messages.Renew(7, "a", "t1", samples, 60.0)
+    assert as_command(channel) == commands.Renew(7, "a", "t1", samples, 60.0)
 
 
 @pytest.mark.parametrize(
     ("said", "event"),
     [
-        (messages.Reserved(1, "a", Ticket("t1", "d0", 2, 5)), heard.Reserved(Ticket("t1", "d0", 2, 5))),
-        (messages.AlreadyRunning(1, "a"), heard.AlreadyRunning()),
+        (reports.Reserved(1, "a", Ticket("t1", "d0", 2, 5)), heard.Reserved(Ticket("t1", "d0", 2, 5))),
+        (reports.AlreadyRunning(1, "a"), heard.AlreadyRunning()),
         (
-            messages.TransferLost(1, "a", "t1", Reason.TRANSFER_FAILED, "link_lost"),
+            reports.TransferLost(1, "a", "t1", Reason.TRANSFER_FAILED, "link_lost"),
             heard.TransferLost("d0", "t1", Reason.TRANSFER_FAILED, "link_lost"),
         ),
-        (messages.Refused(1, "a", Reason.DRAINING, "ends"), heard.Refused("d0", Reason.DRAINING, "ends")),
-        (messages.AttemptEnded(1, "a", Reason.DRAINING, "ends"), heard.Ended("d0", Reason.DRAINING, "ends")),
+        (reports.Refused(1, "a", Reason.DRAINING, "ends"), heard.Refused("d0", Reason.DRAINING, "ends")),
+        (reports.AttemptEnded(1, "a", Reason.DRAINING, "ends"), heard.Ended("d0", Reason.DRAINING, "ends")),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -66,7 +66,7 @@ async def test_word_of_a_worker_is_changed_on_its_way(said: Any, event: heard.At
 
 
 async def test_load_tells_nothing_of_silence_and_of_what_was_dropped() -> None:
-    load = messages.Load(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, kv_messages_dropped=11)
+    load = reports.Load(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, kv_messages_dropped=11)
     told = to_load(load_message(load, Signs(steps=12, step_age_s=0.25, silence_s=0.5)).load)
     assert (told.engine_steps, told.step_age_s, told.silence_s) == (12, 0.25, 0.5)
     assert (told.blocks_free, told.kv_bytes_received, told.kv_messages_dropped) == (1, 10, 11)

@@ -12,7 +12,7 @@ from decode_worker.state import Phase, Reservation
 from prefill_worker.flow import PrefillEngine
 from splitserve.engine.allocator import BlockState
 from splitserve.service.reasons import Reason
-from splitserve.worker import messages
+from splitserve.worker import commands, reports
 from tests.simulation.hash_model import CheckedPool
 
 
@@ -37,38 +37,38 @@ class EngineBooks:
         self._gone: set[str] = set()
         self._released: list[str] = []
         self._losses: set[str] = set()
-        self._heard_drain: messages.Drain | None = None
+        self._heard_drain: commands.Drain | None = None
         self._drains_until: float | None = None
         self._is_over = False
         self._is_drained = False
 
     # What it is told, and what it says
 
-    def hear(self, command: messages.Command) -> None:
+    def hear(self, command: commands.Command) -> None:
         """The engine gets to it in its next turn."""
         match command:
-            case messages.Reserve(session=session, attempt=attempt, timeout_s=timeout_s, keep_s=keep_s):
+            case commands.Reserve(session=session, attempt=attempt, timeout_s=timeout_s, keep_s=keep_s):
                 self._sessions[attempt] = session
                 self._limits.setdefault((attempt, ""), timeout_s)
                 self._keep.setdefault(attempt, keep_s)
-            case messages.Renew(attempt=attempt, transfer_id=transfer_id, timeout_s=timeout_s):
+            case commands.Renew(attempt=attempt, transfer_id=transfer_id, timeout_s=timeout_s):
                 self._limits.setdefault((attempt, transfer_id), timeout_s)
-            case messages.Prefill(session=session, attempt=attempt, timeout_s=timeout_s):
+            case commands.Prefill(session=session, attempt=attempt, timeout_s=timeout_s):
                 self._sessions[attempt] = session
                 self._limits.setdefault((attempt, ""), timeout_s)
-            case messages.Release(attempt=attempt):
+            case commands.Release(attempt=attempt):
                 self._released.append(attempt)
-            case messages.EndSession(session=session):
+            case commands.EndSession(session=session):
                 self._released += [attempt for attempt, other in self._sessions.items() if other == session]
-            case messages.Drain():
+            case commands.Drain():
                 self._heard_drain = command
 
-    def say(self, report: messages.Report, *, is_spoilt: bool) -> None:
+    def say(self, report: reports.Report, *, is_spoilt: bool) -> None:
         """`is_spoilt`: something was damaged on its way, so peers may find fault with each other."""
         match report:
-            case messages.TransferLost(transfer_id=transfer_id):
+            case reports.TransferLost(transfer_id=transfer_id):
                 self._losses.add(transfer_id)
-            case messages.Drained():
+            case reports.Drained():
                 assert self._engine.is_empty(), f"{self._worker_id} has drained, and still has attempts"
                 self._is_drained = True
         reason = getattr(report, "reason", None)

@@ -12,7 +12,7 @@ from decode_worker.flow import DecodeEngine
 from prefill_worker.flow import PrefillEngine
 from splitserve.engine.block_keys import KeyChain
 from splitserve.v1 import cluster_pb2 as pb
-from splitserve.worker import messages, translate
+from splitserve.worker import commands, reports, translate
 from splitserve.worker.clock import Signs
 from splitserve.worker.config import WorkerConfig
 from splitserve.worker.engine_process import EngineLoop
@@ -81,8 +81,8 @@ class SimulatedWorker:
         self._clock = clock
         self.steps = StepCount(clock)
         self._session = 0
-        self._load: messages.Load | None = None
-        self._links: dict[str, messages.LinkReport] = {}
+        self._load: reports.Load | None = None
+        self._links: dict[str, reports.LinkReport] = {}
         context: Any = EngineContext(
             worker_id=worker_id,
             config=CONFIG,
@@ -121,7 +121,7 @@ class SimulatedWorker:
     # The front
 
     def hello(self) -> pb.WorkerMessage:
-        ready = messages.Ready(
+        ready = reports.Ready(
             fingerprint=FINGERPRINT,
             num_blocks=self.pool.num_blocks,
             block_size=BLOCK_SIZE,
@@ -138,7 +138,7 @@ class SimulatedWorker:
             linear="",
             attention="",
             layers="",
-            memory=messages.Memory(0, 0, 0, 0),
+            memory=reports.Memory(0, 0, 0, 0),
             startup={},
         )
         return translate.hello_message(ready, worker_id=self.worker_id, role=self.role, host_id="h", pid=1)
@@ -153,31 +153,31 @@ class SimulatedWorker:
         if self._is_leaving:
             self.kill()
             return
-        self._command(messages.EndSession(session=self._session))
+        self._command(commands.EndSession(session=self._session))
         if self.is_prefill:
             self._links.clear()
-            self._command(messages.SetPeers(endpoints={}))
+            self._command(commands.SetPeers(endpoints={}))
 
-    def _command(self, command: messages.Command) -> None:
+    def _command(self, command: commands.Command) -> None:
         self.books.hear(command)
         self._inbox.put(command)
 
-    def _on_report(self, report: messages.Report) -> None:
+    def _on_report(self, report: reports.Report) -> None:
         self.books.say(report, is_spoilt=self._wires.is_spoilt)
-        if isinstance(report, messages.TransferReport | messages.CacheLookup | messages.Ignored):
+        if isinstance(report, reports.TransferReport | reports.CacheLookup | reports.Ignored):
             return
-        if isinstance(report, messages.Drained):
+        if isinstance(report, reports.Drained):
             self._leave()
             return
-        if isinstance(report, messages.Load):
+        if isinstance(report, reports.Load):
             self._load = report
-        if isinstance(report, messages.LinkReport):
+        if isinstance(report, reports.LinkReport):
             self._links[report.peer] = report
         if self.stream is not None and getattr(report, "session", self._session) == self._session:
             self.stream.up.append(self._to_proto(report))
 
-    def _to_proto(self, report: messages.Report) -> pb.WorkerMessage:
-        if isinstance(report, messages.Load):
+    def _to_proto(self, report: reports.Report) -> pb.WorkerMessage:
+        if isinstance(report, reports.Load):
             return translate.load_message(report, self.steps.read())
         return translate.to_worker_message(report)
 
@@ -193,7 +193,7 @@ class SimulatedWorker:
             if self.is_prefill:
                 sinks = {p.worker_id: sinks[p.worker_id] for p in message.peers.peers if p.role == pb.ROLE_DECODE}
                 self._links = {peer: report for peer, report in self._links.items() if peer in sinks}
-                self._command(messages.SetPeers(endpoints=sinks))
+                self._command(commands.SetPeers(endpoints=sinks))
             self.stream.up.extend(self._to_proto(report) for report in self._links.values())
         elif (command := translate.to_command(message, self._session)) is not None:
             self._command(command)
@@ -216,7 +216,7 @@ class SimulatedWorker:
             return
         self.is_draining = True
         self._leave_at = self._clock.now + DRAIN_TIMEOUT_S + DRAIN_GRACE_S
-        self._command(messages.Drain(timeout_s=DRAIN_TIMEOUT_S))
+        self._command(commands.Drain(timeout_s=DRAIN_TIMEOUT_S))
         if self.stream is not None:
             self.stream.up.append(pb.WorkerMessage(draining=pb.Draining(timeout_s=DRAIN_TIMEOUT_S)))
 

@@ -25,10 +25,11 @@ from splitserve.engine.loading import load_runner
 from splitserve.engine.pool import KVPool
 from splitserve.engine.runner import ModelRunner
 from splitserve.models.description import describe
-from splitserve.worker import messages
+from splitserve.worker import commands, messages, reports
 from splitserve.worker.config import WorkerConfig
 from splitserve.worker.engine_process import EngineLoop
 from splitserve.worker.engine_setup import EngineContext, model_fingerprint
+from splitserve.worker.reports import Report
 from tests.compiled import KERNEL_FOLDER
 
 PATIENCE_S = 60.0
@@ -53,7 +54,7 @@ class EngineRig:
     agent: KVAgent
     runner: ModelRunner
     inbox: "queue.SimpleQueue[Any]"
-    reports: list[messages.Report] = field(default_factory=list)
+    reports: list[Report] = field(default_factory=list)
 
     def said(self, kind: type[Any]) -> list[Any]:
         return [report for report in self.reports if isinstance(report, kind)]
@@ -106,8 +107,8 @@ class Pair:
         self._config = WorkerConfig(model=str(directory), dtype=dtype, **config)
         self.prefill = self._rig("prefill", PrefillEngine, directory, prefill_blocks, wrap(hub.carrier()))
         self.decode = self._rig("decode", DecodeEngine, directory, decode_blocks, hub.carrier())
-        self.prefill.inbox.put(messages.SetPeers({"decode": self.decode.agent.endpoint}))
-        self.until(lambda: any(report.reachable for report in self.prefill.said(messages.LinkReport)))
+        self.prefill.inbox.put(commands.SetPeers({"decode": self.decode.agent.endpoint}))
+        self.until(lambda: any(report.reachable for report in self.prefill.said(reports.LinkReport)))
 
     def _rig(
         self, worker_id: str, make: Callable[[EngineContext], Any], directory: Path, num_blocks: int, carrier: Carrier
@@ -135,7 +136,7 @@ class Pair:
             on_event=on_event,
         )
         agent.start()
-        reports: list[messages.Report] = []
+        published: list[Report] = []
         context = EngineContext(
             worker_id=worker_id,
             config=config,
@@ -143,12 +144,12 @@ class Pair:
             runner=runner,
             agent=agent,
             fingerprint=fingerprint,
-            publish=reports.append,
+            publish=published.append,
             max_model_len=min(config.max_model_len or runner.max_model_len, runner.max_model_len),
         )
         engine = make(context)
-        loop = EngineLoop(engine, reports.append, inbox, NoClock())
-        return EngineRig(engine, loop, agent, runner, inbox, reports)
+        loop = EngineLoop(engine, published.append, inbox, NoClock())
+        return EngineRig(engine, loop, agent, runner, inbox, published)
 
     def close(self) -> None:
         self.prefill.agent.close()
@@ -195,7 +196,7 @@ class Pair:
     ) -> str:
         attempt = attempt or uuid.uuid4().hex
         start = _start(prompt, outputs, **changes)
-        self.decode.inbox.put(messages.Reserve(session, attempt, start, timeout_s, keep_s=keep_s))
+        self.decode.inbox.put(commands.Reserve(session, attempt, start, timeout_s, keep_s=keep_s))
         return attempt
 
     def ticket(self, attempt: str) -> Ticket | None:
@@ -204,7 +205,7 @@ class Pair:
         return tickets[-1] if tickets else None
 
     def tickets(self, attempt: str) -> list[Ticket]:
-        return [report.ticket for report in self.decode.said(messages.Reserved) if report.attempt == attempt]
+        return [report.ticket for report in self.decode.said(reports.Reserved) if report.attempt == attempt]
 
     def prefill_attempt(
         self,
@@ -222,7 +223,7 @@ class Pair:
         ticket = self.ticket(attempt)
         assert ticket is not None
         start = _start(prompt, outputs, **changes)
-        self.prefill.inbox.put(messages.Prefill(session, leg or attempt, start, ticket, timeout_s))
+        self.prefill.inbox.put(commands.Prefill(session, leg or attempt, start, ticket, timeout_s))
 
     def begin(self, prompt: Sequence[int], outputs: Sequence[int] = (), *, session: int = 1, **changes: Any) -> str:
         attempt = self.reserve(prompt, outputs, session=session, **changes)
@@ -231,13 +232,13 @@ class Pair:
 
     def tokens(self, attempt: str) -> list[messages.Token]:
         """What decode has said of the attempt, the repeated first token included."""
-        return [t for report in self.decode.said(messages.StepTokens) for t in report.tokens if t.attempt == attempt]
+        return [t for report in self.decode.said(reports.StepTokens) for t in report.tokens if t.attempt == attempt]
 
     def is_finished(self, attempt: str) -> bool:
         return any(token.finish_reason for token in self.tokens(attempt))
 
-    def endings(self, attempt: str) -> list[messages.AttemptEnded]:
-        both = self.prefill.said(messages.AttemptEnded) + self.decode.said(messages.AttemptEnded)
+    def endings(self, attempt: str) -> list[reports.AttemptEnded]:
+        both = self.prefill.said(reports.AttemptEnded) + self.decode.said(reports.AttemptEnded)
         return [report for report in both if report.attempt == attempt]
 
     def generate(self, prompts: Sequence[Sequence[int]], **changes: Any) -> list[list[int]]:

@@ -10,7 +10,7 @@ import pytest
 
 from kvtransfer.ticket import Ticket
 from splitserve.service.reasons import Reason
-from splitserve.worker import messages
+from splitserve.worker import commands, messages, reports
 from splitserve.worker.clock import StepClock
 from splitserve.worker.engine_process import EngineLoop, RoleEngine
 from tests.tiny_models import VOCAB_SIZE
@@ -50,8 +50,8 @@ def test_decode_serves_from_blocks_of_other_tokens(length: int, index: int, make
     prompt = prompt_of(length)
     attempt = pair.reserve(prompt, max_tokens=8)
     pair.prefill_attempt(attempt, changed(prompt, index), max_tokens=8)
-    pair.until(lambda: bool(pair.decode.said(messages.AttemptEnded)))
-    (ending,) = pair.decode.said(messages.AttemptEnded)
+    pair.until(lambda: bool(pair.decode.said(reports.AttemptEnded)))
+    (ending,) = pair.decode.said(reports.AttemptEnded)
     assert (ending.attempt, ending.reason) == (attempt, Reason.INVALID)
     assert "other tokens" in ending.message
     pair.assert_drained()
@@ -66,8 +66,8 @@ def test_first_token_lands_at_the_wrong_position(make_pair: MakePair) -> None:
     prompt = prompt_of(20)
     attempt = pair.reserve(prompt[:-2], prompt[-2:], max_tokens=8)
     pair.prefill_attempt(attempt, prompt, max_tokens=8)
-    pair.until(lambda: bool(pair.decode.said(messages.AttemptEnded)))
-    (ending,) = pair.decode.said(messages.AttemptEnded)
+    pair.until(lambda: bool(pair.decode.said(reports.AttemptEnded)))
+    (ending,) = pair.decode.said(reports.AttemptEnded)
     assert ending.reason is Reason.INVALID
     assert pair.tokens(attempt) == []
     pair.assert_drained()
@@ -82,7 +82,7 @@ def test_router_that_vanished_is_decoded_for(make_pair: MakePair) -> None:
     orphans = [pair.begin(prompt_of(20, seed), max_tokens=ENDLESS) for seed in range(2)]
     other = pair.begin(prompt_of(20, 9), session=2, max_tokens=ENDLESS)
     pair.until(lambda: all(len(pair.tokens(attempt)) >= 3 for attempt in [*orphans, other]))
-    pair.decode.inbox.put(messages.EndSession(1))
+    pair.decode.inbox.put(commands.EndSession(1))
     pair.turn()
     counts = [len(pair.tokens(attempt)) for attempt in [*orphans, other]]
     for _ in range(5):
@@ -90,7 +90,7 @@ def test_router_that_vanished_is_decoded_for(make_pair: MakePair) -> None:
     now = [len(pair.tokens(attempt)) for attempt in [*orphans, other]]
     assert now == [counts[0], counts[1], counts[2] + 5]
     assert pair.decode.engine.load().num_running == 1
-    pair.decode.inbox.put(messages.EndSession(2))
+    pair.decode.inbox.put(commands.EndSession(2))
     pair.assert_drained()
     assert has_stood_still(pair, pair.decode)
     assert not any(map(pair.is_finished, [*orphans, other]))
@@ -101,11 +101,11 @@ def test_router_that_vanished_is_computed_for(make_pair: MakePair) -> None:
     pair = make_pair(max_num_batched_tokens=B)
     attempt = pair.begin(prompt_of(LONG_PROMPT), max_tokens=4)
     pair.until(lambda: pair.prefill.engine.load().num_running == 1)
-    pair.prefill.inbox.put(messages.EndSession(1))
+    pair.prefill.inbox.put(commands.EndSession(1))
     pair.turn()
     assert has_stood_still(pair, pair.prefill)
     pair.assert_drained()
-    assert pair.prefill.said(messages.FirstTokens) == []
+    assert pair.prefill.said(reports.FirstTokens) == []
     assert pair.tokens(attempt) == []
 
 
@@ -115,7 +115,7 @@ def test_router_that_vanished_is_received_for(make_pair: MakePair) -> None:
     attempt = pair.begin(prompt_of(LONG_PROMPT), max_tokens=ENDLESS)
     pair.until(lambda: pair.prefill.engine.load().num_running == 1)
     forwards = pair.decode.runner.num_forwards
-    pair.decode.inbox.put(messages.EndSession(1))
+    pair.decode.inbox.put(commands.EndSession(1))
     pair.assert_drained()
     assert has_stood_still(pair, pair.prefill)
     assert pair.decode.runner.num_forwards == forwards
@@ -127,7 +127,7 @@ def test_session_that_ended_takes_another_ones_prompt(make_pair: MakePair) -> No
     attempt = pair.begin(prompt_of(10 * B), session=2, max_tokens=3)
     pair.until(lambda: pair.prefill.engine.load().num_running == 1)
     for rig in (pair.prefill, pair.decode):
-        rig.inbox.put(messages.EndSession(1))
+        rig.inbox.put(commands.EndSession(1))
     pair.until(lambda: pair.is_finished(attempt))
     assert len(pair.tokens(attempt)) == 3
     pair.assert_drained()
@@ -156,7 +156,7 @@ def test_progress_prolongs_a_reservation(make_pair: MakePair) -> None:
     attempt = pair.begin(prompt_of(LONG_PROMPT), timeout_s=30.0, max_tokens=4)
     pair.until(lambda: pair.decode.agent.stats().bytes_received > 0)
     pair.decode.engine.expire(time.monotonic() + 31.0)
-    assert [ending.reason for ending in pair.decode.said(messages.AttemptEnded)] == [Reason.TIMEOUT]
+    assert [ending.reason for ending in pair.decode.said(reports.AttemptEnded)] == [Reason.TIMEOUT]
     pair.assert_drained()
     assert pair.tokens(attempt) == []
 
@@ -180,12 +180,12 @@ def test_prompt_is_computed_after_its_deadline(make_pair: MakePair) -> None:
     pair.prefill.engine.expire(time.monotonic())
     assert pair.endings(attempt) == []
     pair.prefill.engine.expire(time.monotonic() + 31.0)
-    assert [ending.reason for ending in pair.prefill.said(messages.AttemptEnded)] == [Reason.TIMEOUT]
+    assert [ending.reason for ending in pair.prefill.said(reports.AttemptEnded)] == [Reason.TIMEOUT]
     assert has_stood_still(pair, pair.prefill)
     pair.assert_drained()
-    assert pair.prefill.said(messages.FirstTokens) == []
+    assert pair.prefill.said(reports.FirstTokens) == []
     assert pair.tokens(attempt) == []
-    assert len(pair.prefill.said(messages.AttemptEnded)) == 1
+    assert len(pair.prefill.said(reports.AttemptEnded)) == 1
 
 
 def test_deadline_passes_and_nobody_looks(make_pair: MakePair) -> None:
@@ -193,10 +193,10 @@ def test_deadline_passes_and_nobody_looks(make_pair: MakePair) -> None:
     pair = make_pair(max_num_batched_tokens=B)
     attempt = pair.reserve(prompt_of(LONG_PROMPT), max_tokens=4)
     pair.prefill_attempt(attempt, prompt_of(LONG_PROMPT), timeout_s=0.0, max_tokens=4)
-    pair.until(lambda: bool(pair.prefill.said(messages.AttemptEnded)))
-    assert [ending.reason for ending in pair.prefill.said(messages.AttemptEnded)] == [Reason.TIMEOUT]
+    pair.until(lambda: bool(pair.prefill.said(reports.AttemptEnded)))
+    assert [ending.reason for ending in pair.prefill.said(reports.AttemptEnded)] == [Reason.TIMEOUT]
     pair.assert_drained()
-    assert pair.prefill.said(messages.FirstTokens) == []
+    assert pair.prefill.said(reports.FirstTokens) == []
 
 
 # The loop
@@ -259,7 +259,7 @@ def test_step_is_run_unseen_or_before_deadlines() -> None:
     """What has arrived, then deadlines, then the step between two signs for the watchdog."""
     engine = FakeEngine()
     engine.work = 1
-    loop = loop_over(engine, messages.Release("a", "x"), messages.Release("b", "x"))
+    loop = loop_over(engine, commands.Release("a", "x"), commands.Release("b", "x"))
     assert loop.turn(wait_s=0.001)
     assert engine.calls == ["handle", "handle", "expire", "begin", "step", "end"]
 
@@ -277,14 +277,14 @@ def test_books_that_do_not_add_up_are_served_from() -> None:
     engine.work = 2
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     loop = loop_over(engine, inbox=inbox)
-    inbox.put(messages.Release("a", "x"))
+    inbox.put(commands.Release("a", "x"))
     for _ in range(6):
         loop.turn(wait_s=0.001)
     assert engine.calls.count("check") == 1
     assert engine.calls.index("check") > max(i for i, call in enumerate(engine.calls) if call == "step")
     engine.work = 1
     engine.broken = "a block is lost"
-    inbox.put(messages.Release("a", "x"))
+    inbox.put(commands.Release("a", "x"))
     loop.turn(wait_s=0.001)
     with pytest.raises(ValueError, match="a block is lost"):
         loop.turn(wait_s=0.001)
@@ -295,7 +295,7 @@ def test_large_pool_is_looked_through_between_requests() -> None:
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     loop = loop_over(engine, inbox=inbox)
     for _ in range(5):
-        inbox.put(messages.Release("a", "x"))
+        inbox.put(commands.Release("a", "x"))
         loop.turn(wait_s=0.001)
     assert "check" not in engine.calls
 
@@ -311,18 +311,18 @@ def test_router_hears_of_room_taken_and_not_of_room_given_back(side: str, make_p
         attempt = f"attempt {number}"
         if side == "prefill":
             ticket = Ticket(f"transfer {number}", "decode", 0, 4)
-            rig.engine.handle(messages.Prefill(1, attempt, start, ticket, 60.0))
+            rig.engine.handle(commands.Prefill(1, attempt, start, ticket, 60.0))
         else:
-            rig.engine.handle(messages.Reserve(1, attempt, start, 60.0))
-        rig.engine.handle(messages.Release(attempt, "the client is gone"))
+            rig.engine.handle(commands.Reserve(1, attempt, start, 60.0))
+        rig.engine.handle(commands.Release(attempt, "the client is gone"))
         rig.engine.handle(rig.inbox.get(timeout=PATIENCE_S))  # the transfer's end
         rig.loop.turn(0.0)
-        assert rig.said(messages.Load)[-1] == rig.engine.load()
+        assert rig.said(reports.Load)[-1] == rig.engine.load()
     pair.assert_drained()
 
 
-@pytest.mark.parametrize("end", [None, messages.Stop()], ids=["front-gone", "stop"])
-def test_engine_outlives_its_front(end: messages.Stop | None) -> None:
+@pytest.mark.parametrize("end", [None, commands.Stop()], ids=["front-gone", "stop"])
+def test_engine_outlives_its_front(end: commands.Stop | None) -> None:
     engine = FakeEngine()
     engine.work = 1
     assert not loop_over(engine, end).turn(wait_s=0.001)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvtransfer.events import TransferComplete
-from splitserve.worker import messages
+from splitserve.worker import commands, reports
 from tests.tiny_models import build
 from tests.workers.pair import EngineRig, Pair
 from tests.workers.test_hand_off import prompt_of
@@ -19,7 +19,7 @@ CHUNK = 48
 def release(pair: Pair, attempt: str) -> None:
     """As the router does: to whoever has a part in it."""
     for rig in (pair.prefill, pair.decode):
-        rig.inbox.put(messages.Release(attempt, "the client is gone"))
+        rig.inbox.put(commands.Release(attempt, "the client is gone"))
 
 
 def test_abandoned_prompts_are_computed_before_a_short_one(tmp_path: Path) -> None:
@@ -28,15 +28,15 @@ def test_abandoned_prompts_are_computed_before_a_short_one(tmp_path: Path) -> No
     pair = Pair(directory, prefill_blocks=2600, decode_blocks=2600, max_num_batched_tokens=128)
     try:
         abandoned = [pair.begin(prompt_of(4000, seed)) for seed in range(10)]
-        pair.until(lambda: len(pair.prefill.said(messages.Accepted)) == 10 and pair.prefill.runner.num_forwards > 2)
+        pair.until(lambda: len(pair.prefill.said(reports.Accepted)) == 10 and pair.prefill.runner.num_forwards > 2)
         for attempt in abandoned:
             release(pair, attempt)
         before = pair.prefill.runner.num_forwards
         short = pair.begin(prompt_of(20), max_tokens=4)
-        pair.until(lambda: any(told.attempt == short for told in pair.prefill.said(messages.FirstTokens)))
+        pair.until(lambda: any(told.attempt == short for told in pair.prefill.said(reports.FirstTokens)))
         assert pair.prefill.runner.num_forwards - before <= 2, "one chunk under way, and its own"
         pair.until(lambda: pair.is_finished(short))
-        assert not [told for told in pair.prefill.said(messages.FirstTokens) if told.attempt in abandoned]
+        assert not [told for told in pair.prefill.said(reports.FirstTokens) if told.attempt in abandoned]
         pair.assert_drained()
     finally:
         pair.close()
@@ -55,7 +55,7 @@ def test_prompt_is_computed_after_its_end(num_chunks: int, make_pair: Callable[.
     pair = make_pair(max_num_batched_tokens=CHUNK)
     before, _ = forwards(pair)
     attempt = pair.begin(prompt_of(10 * CHUNK))
-    pair.until(lambda: pair.prefill.said(messages.Accepted) and forwards(pair)[0] - before >= num_chunks)
+    pair.until(lambda: pair.prefill.said(reports.Accepted) and forwards(pair)[0] - before >= num_chunks)
     release(pair, attempt)
     computed = forwards(pair)
     pair.until(lambda: not in_use(pair.prefill) and not in_use(pair.decode))
@@ -93,7 +93,7 @@ def test_end_between_the_last_block_and_the_first_step(is_first: bool, make_pair
         return any(isinstance(item, TransferComplete) for item in held)
 
     pair.until_alone(pair.prefill, has_completed)
-    ending = messages.Release(attempt, "the client is gone")
+    ending = commands.Release(attempt, "the client is gone")
     for item in [ending, *held] if is_first else [*held, ending]:
         waiting.put(item)
     _, before = forwards(pair)

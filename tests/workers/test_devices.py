@@ -10,7 +10,7 @@ import torch
 from splitserve.engine.layout import KVLayout
 from splitserve.engine.pool import KVPool
 from splitserve.engine.staging import StagedStore
-from splitserve.worker import engine_setup, messages
+from splitserve.worker import commands, engine_setup
 from splitserve.worker.config import WorkerConfig
 from tests.lazy_device import LazyDevice
 from tests.reference import greedy
@@ -35,7 +35,7 @@ def test_text_differs_through_staging(tiny: Tiny, make_pair: Callable[..., Pair]
 
 
 def build(directory: Path, **config: str) -> None:
-    configure = messages.Configure(worker_id="w", config=WorkerConfig(model=str(directory), **config))  # type: ignore[arg-type]
+    configure = commands.Configure(worker_id="w", config=WorkerConfig(model=str(directory), **config))  # type: ignore[arg-type]
     engine_setup.build_context(configure, lambda report: None, lambda event: None)
 
 

@@ -8,7 +8,7 @@ import pytest
 from kvtransfer.settings import KVSettings
 from kvtransfer.ticket import Ticket
 from splitserve.service.reasons import Reason
-from splitserve.worker import messages
+from splitserve.worker import commands, messages, reports
 from tests.workers.pair import EngineRig, Pair, limits
 from tests.workers.test_hand_off import prompt_of
 
@@ -20,11 +20,11 @@ def rig_of(pair: Pair, side: str) -> EngineRig:
 
 
 def drain(rig: EngineRig, timeout_s: float = 60.0) -> None:
-    rig.inbox.put(messages.Drain(timeout_s))
+    rig.inbox.put(commands.Drain(timeout_s))
 
 
 def is_drained(rig: EngineRig) -> bool:
-    return bool(rig.said(messages.Drained))
+    return bool(rig.said(reports.Drained))
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
@@ -37,11 +37,11 @@ def test_draining_worker_takes_new_work(side: str, make_pair: MakePair) -> None:
     drain(rig)
     start = messages.Start(prompt_of(60), [messages.Sample(0, [])], limits())
     if side == "prefill":
-        rig.inbox.put(messages.Prefill(1, "late", start, Ticket("late", "decode", 0, 4), 60.0))
+        rig.inbox.put(commands.Prefill(1, "late", start, Ticket("late", "decode", 0, 4), 60.0))
     else:
-        rig.inbox.put(messages.Reserve(1, "late", start, 60.0))
-    pair.until(lambda: bool(rig.said(messages.Refused)))
-    (refused,) = rig.said(messages.Refused)
+        rig.inbox.put(commands.Reserve(1, "late", start, 60.0))
+    pair.until(lambda: bool(rig.said(reports.Refused)))
+    (refused,) = rig.said(reports.Refused)
     assert (refused.attempt, refused.reason) == ("late", Reason.DRAINING)
     pair.until(lambda: pair.is_finished(running) and is_drained(rig))
     assert len(pair.tokens(running)) == 8
@@ -57,17 +57,17 @@ def test_drain_ends_what_runs(side: str, num_turns: int, make_pair: MakePair) ->
     attempt = pair.reserve(prompt_of(40), max_tokens=8)
     pair.prefill_attempt(attempt, prompt_of(40), max_tokens=8)
     if side == "prefill":
-        pair.until(lambda: bool(pair.prefill.said(messages.Accepted)))
+        pair.until(lambda: bool(pair.prefill.said(reports.Accepted)))
     for _ in range(num_turns):
         pair.turn()
     drain(rig)
     pair.until(lambda: pair.is_finished(attempt) and is_drained(rig))
     pair.turn()
     assert not pair.endings(attempt)
-    assert len(rig.said(messages.Drained)) == 1
+    assert len(rig.said(reports.Drained)) == 1
     kinds = [type(report) for report in rig.reports]
-    last_word = messages.FirstTokens if side == "prefill" else messages.StepTokens
-    assert kinds.index(messages.Drained) > max(i for i, kind in enumerate(kinds) if kind is last_word)
+    last_word = reports.FirstTokens if side == "prefill" else reports.StepTokens
+    assert kinds.index(reports.Drained) > max(i for i, kind in enumerate(kinds) if kind is last_word)
     pair.assert_drained()
 
 
@@ -97,13 +97,13 @@ def test_drain_of_decode_lasts_for_ever(stage: str, make_pair: MakePair) -> None
 def test_drain_of_prefill_lasts_for_ever(make_pair: MakePair) -> None:
     pair = make_pair(max_num_batched_tokens=16, settings=KVSettings(ping_timeout_s=1.0, closing_timeout_s=1.0))
     attempt = pair.begin(prompt_of(200), max_tokens=8)
-    pair.until(lambda: bool(pair.prefill.said(messages.Accepted)))
+    pair.until(lambda: bool(pair.prefill.said(reports.Accepted)))
     drain(pair.prefill, timeout_s=0.0)
     pair.until(lambda: is_drained(pair.prefill))
-    (said,) = [ending for ending in pair.prefill.said(messages.AttemptEnded) if ending.attempt == attempt]
+    (said,) = [ending for ending in pair.prefill.said(reports.AttemptEnded) if ending.attempt == attempt]
     assert said.reason is Reason.DRAINING
     assert pair.prefill.allocator.available == pair.prefill.allocator.counts.total
-    pair.decode.inbox.put(messages.Release(attempt, "the test is over"))
+    pair.decode.inbox.put(commands.Release(attempt, "the test is over"))
     pair.assert_drained()
 
 
@@ -116,11 +116,11 @@ def test_draining_decode_worker_refuses_another_ticket(make_pair: MakePair) -> N
     first = pair.ticket(attempt)
     assert first is not None
     drain(pair.decode)
-    pair.decode.inbox.put(messages.Renew(1, attempt, first.transfer_id, [messages.Sample(0, [])], 60.0))
-    pair.until(lambda: len(pair.decode.said(messages.Reserved)) == 2)
-    ticket = pair.decode.said(messages.Reserved)[-1].ticket
+    pair.decode.inbox.put(commands.Renew(1, attempt, first.transfer_id, [messages.Sample(0, [])], 60.0))
+    pair.until(lambda: len(pair.decode.said(reports.Reserved)) == 2)
+    ticket = pair.decode.said(reports.Reserved)[-1].ticket
     start = messages.Start(prompt, [messages.Sample(0, [])], limits(max_tokens=8))
-    pair.prefill.inbox.put(messages.Prefill(1, "leg", start, ticket, 60.0))
+    pair.prefill.inbox.put(commands.Prefill(1, "leg", start, ticket, 60.0))
     pair.until(lambda: pair.is_finished(attempt) and is_drained(pair.decode))
     assert len(pair.tokens(attempt)) == 8
     pair.assert_drained()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from splitserve.engine.pool import KVPool
-from splitserve.worker import engine_process, messages
+from splitserve.worker import engine_process, reports
 from splitserve.worker.clock import Signs, StepClock
 from splitserve.worker.engine_process import EngineLoop
 from splitserve.worker.link import EngineLink, socket_pair
@@ -184,7 +184,7 @@ def test_engine_outlives_a_front_killed_with_reports_unread(exits: None) -> None
     """The kernel then resets the connection instead of ending it."""
     front, engine = socket_pair()
     link = EngineLink(engine)
-    link.send(messages.Progress(text="unread"))
+    link.send(reports.Progress(text="unread"))
     front.close()
     assert read_commands(link) == [None]
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from splitserve.worker import messages
+from splitserve.worker import commands, messages
 from tests.exactness import require_exact
 from tests.tiny_models import build
 from tests.workers.pair import EngineRig, Pair
@@ -131,7 +131,7 @@ def live_through(fate: Fate, pairs: dict[int, Pair]) -> list[list[messages.Token
         pair.until(lambda: len(pair.tokens(attempts[0])) >= fate.cut or pair.is_finished(attempts[0]))
         before = told(pair, attempts[0])[: fate.cut]
         for rig in (pair.prefill, pair.decode):
-            rig.inbox.put(messages.Release(attempts[0], "cut"))
+            rig.inbox.put(commands.Release(attempts[0], "cut"))
     pair.until(lambda: all(map(pair.is_finished, attempts[fate.cut is not None :])))
     pair.assert_drained()
     texts = [told(pair, attempt) for attempt in attempts]

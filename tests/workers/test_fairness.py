@@ -14,7 +14,7 @@ from prefill_worker.scheduler import PromptView
 from router.queue import Waiting
 from router.scheduler import Demand
 from router.worker import LoadReport, Role
-from splitserve.worker import messages
+from splitserve.worker import reports
 from tests.router.cluster_fakes import Router
 from tests.workers.pair import Pair
 from tests.workers.test_hand_off import prompt_of
@@ -288,8 +288,8 @@ def test_engine_computes_a_giant_prompt_first(make_pair: Callable[..., Pair]) ->
     assert (load.tokens_ahead, load.waiting_tokens > 800) == (16, True)
     steps = pair.prefill.runner.num_forwards
     short = [pair.begin(prompt_of(10, seed), max_tokens=2) for seed in range(4)]
-    pair.until(lambda: len(pair.prefill.said(messages.FirstTokens)) >= 4)
-    assert {report.attempt for report in pair.prefill.said(messages.FirstTokens)} == set(short)
+    pair.until(lambda: len(pair.prefill.said(reports.FirstTokens)) >= 4)
+    assert {report.attempt for report in pair.prefill.said(reports.FirstTokens)} == set(short)
     pair.until(lambda: pair.is_finished(giant))
     # One step was done before the short ones came; their 40 tokens cost at most two steps more.
     assert pair.prefill.runner.num_forwards - steps <= ceil_div(900 + 40, 32) - 1

@@ -11,7 +11,7 @@ from kvtransfer.fault_plan import FaultPlan, FaultRule
 from kvtransfer.faults import FaultyCarrier
 from kvtransfer.settings import KVSettings
 from splitserve.service.reasons import Reason
-from splitserve.worker import messages
+from splitserve.worker import commands, reports
 from tests.reference import greedy
 from tests.workers.pair import Pair
 from tests.workers.test_hand_off import B, prompt_of
@@ -43,7 +43,7 @@ def retry_until_exact(pair: Pair, prompt: list[int], whole: list[int]) -> int:
             assert outputs == whole
             return number
         for rig in (pair.prefill, pair.decode):
-            rig.inbox.put(messages.Release(attempt, "lost"))
+            rig.inbox.put(commands.Release(attempt, "lost"))
     raise AssertionError(f"five attempts gave {outputs} of {whole}")
 
 
@@ -77,7 +77,7 @@ def test_late_bytes_land_in_the_next_request(tiny: Tiny, make_pair: MakePair) ->
     attempt = pair.begin(first, max_tokens=1)
     pair.until(lambda: pair.prefill.runner.num_forwards > 0 and pair.prefill.engine._attempts[attempt].num_sent > 2)
     for rig in (pair.prefill, pair.decode):
-        rig.inbox.put(messages.Release(attempt, "the client left"))
+        rig.inbox.put(commands.Release(attempt, "the client left"))
     pair.until(lambda: not pair.decode.engine._reservations)
     (output,) = pair.generate([second], max_tokens=8)
     assert output == greedy(tiny("llama"), second, 8)
@@ -94,15 +94,15 @@ def test_source_blocks_are_reused_before_they_have_left(tiny: Tiny, make_pair: M
     refusals = 0
     while not pair.is_finished(second):
         pair.prefill_attempt(second, prompts[1], max_tokens=8)
-        before = len(pair.prefill.said(messages.Refused))
+        before = len(pair.prefill.said(reports.Refused))
         pair.until(
             lambda n=before: (
-                len(pair.prefill.said(messages.Refused)) > n
-                or any(a.attempt == second for a in pair.prefill.said(messages.Accepted))
+                len(pair.prefill.said(reports.Refused)) > n
+                or any(a.attempt == second for a in pair.prefill.said(reports.Accepted))
             )
         )
-        refusals = len(pair.prefill.said(messages.Refused))
-        if any(a.attempt == second for a in pair.prefill.said(messages.Accepted)):
+        refusals = len(pair.prefill.said(reports.Refused))
+        if any(a.attempt == second for a in pair.prefill.said(reports.Accepted)):
             pair.until(lambda: pair.is_finished(second))
     assert refusals > 0, "the second prompt never met the first one's pinned blocks"
     pair.until(lambda: pair.is_finished(first))
@@ -116,7 +116,7 @@ def test_decode_starts_from_partial_blocks(make_pair: MakePair) -> None:
     pair = make_pair(max_num_batched_tokens=B, settings=QUICK)
     attempt = pair.begin(prompt_of(8 * B), max_tokens=8)
     pair.until(lambda: pair.decode.agent.stats().bytes_received >= 2 * pair.decode.runner.layout.block_nbytes)
-    pair.prefill.inbox.put(messages.Release(attempt, "prefill failed"))
+    pair.prefill.inbox.put(commands.Release(attempt, "prefill failed"))
     pair.until(lambda: bool(pair.endings(attempt)))
     assert pair.tokens(attempt) == []
     assert [ending.reason for ending in pair.endings(attempt)] == [Reason.TRANSFER_FAILED]

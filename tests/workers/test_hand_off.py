@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from splitserve.service.reasons import Reason
-from splitserve.worker import messages
+from splitserve.worker import commands, reports
 from tests.reference import greedy
 from tests.tiny_models import FAMILIES, VOCAB_SIZE
 from tests.workers.pair import Pair
@@ -72,11 +72,11 @@ def test_decode_step_sends_more_than_one_message(make_pair: MakePair) -> None:
     pair = make_pair()
     attempts = [pair.begin(prompt_of(20, seed), max_tokens=8) for seed in range(4)]
     pair.until(lambda: all(len(pair.tokens(attempt)) >= 2 for attempt in attempts))
-    before = len(pair.decode.said(messages.StepTokens))
+    before = len(pair.decode.said(reports.StepTokens))
     forwards = pair.decode.runner.num_forwards
     pair.decode.loop.turn(wait_s=0.0)
     assert pair.decode.runner.num_forwards == forwards + 1
-    (report,) = pair.decode.said(messages.StepTokens)[before:]
+    (report,) = pair.decode.said(reports.StepTokens)[before:]
     assert {token.attempt for token in report.tokens} == set(attempts)
 
 
@@ -98,8 +98,8 @@ def test_prompt_that_cannot_fit_waits_for_ever(make_pair: MakePair) -> None:
         (2000, "the context is 1024", pair.decode),
     ):
         attempt = pair.reserve(prompt_of(length))
-        pair.until(lambda r=report_of, a=attempt: any(x.attempt == a for x in r.said(messages.Refused)))
-        refused = report_of.said(messages.Refused)[-1]
+        pair.until(lambda r=report_of, a=attempt: any(x.attempt == a for x in r.said(reports.Refused)))
+        refused = report_of.said(reports.Refused)[-1]
         assert refused.reason is Reason.TOO_LARGE
         assert holder in refused.message
     assert len(pair.generate([prompt_of(2 * B)], max_tokens=4)[0]) == 4
@@ -113,8 +113,8 @@ def test_prefill_takes_a_prompt_that_it_cannot_finish(make_pair: MakePair) -> No
     second = pair.reserve(prompt_of(2 * B), max_tokens=2)
     pair.prefill_attempt(first, prompt_of(3 * B), max_tokens=2)
     pair.prefill_attempt(second, prompt_of(2 * B), max_tokens=2)
-    pair.until(lambda: bool(pair.prefill.said(messages.Refused)))
-    refused = pair.prefill.said(messages.Refused)[0]
+    pair.until(lambda: bool(pair.prefill.said(reports.Refused)))
+    refused = pair.prefill.said(reports.Refused)[0]
     assert (refused.attempt, refused.reason) == (second, Reason.NO_ROOM)
     pair.until(lambda: pair.is_finished(first))
     pair.until(lambda: pair.prefill.allocator.counts.in_use == 0)
@@ -130,8 +130,8 @@ def test_release_leaks_blocks_at_some_stage(turns: int, make_pair: MakePair) -> 
     for _ in range(turns):
         pair.turn()
     for rig in (pair.prefill, pair.decode):
-        rig.inbox.put(messages.Release(attempt, "test"))
-        rig.inbox.put(messages.Release(attempt, "test"))
+        rig.inbox.put(commands.Release(attempt, "test"))
+        rig.inbox.put(commands.Release(attempt, "test"))
     pair.assert_drained()
     assert not pair.prefill.engine._attempts
     assert not pair.decode.engine._running
@@ -145,7 +145,7 @@ def test_router_that_vanishes_leaves_its_attempts_behind(make_pair: MakePair) ->
     for _ in range(4):
         pair.turn()
     for rig in (pair.prefill, pair.decode):
-        rig.inbox.put(messages.EndSession(1))
+        rig.inbox.put(commands.EndSession(1))
     pair.assert_drained()
 
 

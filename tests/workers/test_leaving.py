@@ -12,7 +12,7 @@ import pytest
 from splitserve.service.lifecycle import StopRequest
 from splitserve.v1 import cluster_pb2 as pb
 from splitserve.v1 import cluster_pb2_grpc as pb_grpc
-from splitserve.worker import messages
+from splitserve.worker import commands, reports
 from splitserve.worker.config import WorkerConfig
 from splitserve.worker.front import EngineProcess, Front, Role
 from splitserve.worker.join import Joiner, RouterConnection
@@ -131,9 +131,9 @@ async def test_router_that_is_late_with_its_welcome_is_joined_by_a_worker_that_d
 
 class FakeLink:
     def __init__(self) -> None:
-        self.commands: list[messages.Command] = []
+        self.commands: list[commands.Command] = []
 
-    def send(self, command: messages.Command) -> None:
+    def send(self, command: commands.Command) -> None:
         self.commands.append(command)
 
 
@@ -176,10 +176,10 @@ async def test_worker_leaves_before_its_engine_is_empty() -> None:
     stop.drain("SIGTERM")
     for _ in range(5):
         await asyncio.sleep(0)
-    assert link.commands == [messages.Drain(60.0)]
+    assert link.commands == [commands.Drain(60.0)]
     assert joiner.asked == [("join no more", False), ("draining", False)]
     assert not stop.is_set()
-    front._on_report(messages.Drained())
+    front._on_report(reports.Drained())
     await draining
     assert joiner.asked[2:] == [("leave", True)]
     assert stop.is_set()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from splitserve.service.reasons import Reason
-from splitserve.worker import messages
+from splitserve.worker import commands, messages, reports
 from tests.cluster.harness import wait_for
 from tests.reference import greedy
 from tests.workers.pair import Pair, limits
@@ -30,7 +30,7 @@ class Request:
     def is_over(self, pair: Pair) -> bool:
         """Whether the last attempt was refused, revoked or preempted, so that another one is due."""
         last = self.attempts[-1]
-        return any(report.attempt == last for report in pair.decode.said(messages.Refused)) or bool(pair.endings(last))
+        return any(report.attempt == last for report in pair.decode.said(reports.Refused)) or bool(pair.endings(last))
 
 
 def play_router(pair: Pair, requests: list[Request], max_tokens: int) -> None:
@@ -46,7 +46,7 @@ def play_router(pair: Pair, requests: list[Request], max_tokens: int) -> None:
         for request in unfinished:
             if not request.attempts or request.is_over(pair):
                 if request.attempts:
-                    pair.prefill.inbox.put(messages.Release(request.attempts[-1], "over"))
+                    pair.prefill.inbox.put(commands.Release(request.attempts[-1], "over"))
                 attempt(request)
             last = request.attempts[-1]
             if last not in handed and pair.ticket(last) is not None:
@@ -79,8 +79,8 @@ def test_first_decoded_token_has_no_block(make_pair: MakePair) -> None:
     """C43: admission counts it: 4 whole blocks fit a pool of 4 but are refused, 4 whole ones less a token are not."""
     pair = make_pair(decode_blocks=4)
     pair.reserve(prompt_of(4 * B))
-    pair.until(lambda: bool(pair.decode.said(messages.Refused)))
-    assert pair.decode.said(messages.Refused)[0].reason is Reason.TOO_LARGE
+    pair.until(lambda: bool(pair.decode.said(reports.Refused)))
+    assert pair.decode.said(reports.Refused)[0].reason is Reason.TOO_LARGE
     # The first token takes the last slot; the second, which ends it by length, needs none.
     assert len(pair.generate([prompt_of(4 * B - 1)], max_tokens=9)[0]) == 2
     pair.assert_drained()
@@ -104,7 +104,7 @@ def test_oldest_sequence_waits_for_a_reservation_for_ever(make_pair: MakePair, t
     assert pair.endings(parked[0]) == []
     pair.until(lambda: pair.is_finished(oldest))
     assert [token.token_id for token in pair.tokens(oldest)] == greedy(tiny("llama"), prompt, 3 * B)
-    pair.decode.inbox.put(messages.Release(parked[0], "test"))
+    pair.decode.inbox.put(commands.Release(parked[0], "test"))
     pair.assert_drained()
 
 
@@ -132,9 +132,9 @@ def test_sample_of_the_oldest_attempt_gives_way(make_pair: MakePair) -> None:
     """Three samples hold the first and the third place; the one that came after them is the youngest."""
     pair = make_pair(decode_blocks=8)
     start = messages.Start(prompt_of(B), [messages.Sample(index, []) for index in range(3)], limits(max_tokens=B + 4))
-    pair.decode.inbox.put(messages.Reserve(1, "trio", start, 60.0))
+    pair.decode.inbox.put(commands.Reserve(1, "trio", start, 60.0))
     pair.until(lambda: pair.ticket("trio") is not None)
-    pair.prefill.inbox.put(messages.Prefill(1, "trio", start, pair.ticket("trio"), 60.0))
+    pair.prefill.inbox.put(commands.Prefill(1, "trio", start, pair.ticket("trio"), 60.0))
     pair.until(lambda: len(pair.tokens("trio")) >= 6)
     later = pair.begin(prompt_of(B, seed=1), max_tokens=B + 4)  # shares no block
     pair.until(lambda: sum(bool(token.finish_reason) for token in pair.tokens("trio")) == 3)
@@ -147,15 +147,15 @@ def test_more_samples_than_ever_run_wait_for_ever(make_pair: MakePair) -> None:
     pair = make_pair(max_num_seqs=2)
     for count, reason in ((3, Reason.TOO_LARGE), (2, None)):
         start = messages.Start([5, 6], [messages.Sample(index, []) for index in range(count)], limits())
-        pair.decode.inbox.put(messages.Reserve(1, f"{count}", start, 60.0))
-        pair.until(lambda c=count: pair.ticket(f"{c}") is not None or bool(pair.decode.said(messages.Refused)))
-        refused = {report.attempt: report.reason for report in pair.decode.said(messages.Refused)}
+        pair.decode.inbox.put(commands.Reserve(1, f"{count}", start, 60.0))
+        pair.until(lambda c=count: pair.ticket(f"{c}") is not None or bool(pair.decode.said(reports.Refused)))
+        refused = {report.attempt: report.reason for report in pair.decode.said(reports.Refused)}
         assert refused.get(f"{count}") is reason
     # Both places are taken.
     pair.reserve([5], attempt="one more")
-    pair.until(lambda: len(pair.decode.said(messages.Refused)) == 2)
-    assert pair.decode.said(messages.Refused)[1].reason is Reason.NO_ROOM
-    pair.decode.inbox.put(messages.Release("2", "test"))
+    pair.until(lambda: len(pair.decode.said(reports.Refused)) == 2)
+    assert pair.decode.said(reports.Refused)[1].reason is Reason.NO_ROOM
+    pair.decode.inbox.put(commands.Release("2", "test"))
     pair.assert_drained()
 
 
@@ -174,14 +174,14 @@ def test_prompt_near_the_pools_size_stops_the_next_one(side: str, make_pair: Mak
             if side == "prefill" or length <= limit
             else pair.reserve(prompt_of(length))
         )
-        pair.until(lambda a=attempt: pair.is_finished(a) or any(r.attempt == a for r in rig.said(messages.Refused)))
+        pair.until(lambda a=attempt: pair.is_finished(a) or any(r.attempt == a for r in rig.said(reports.Refused)))
         if length <= limit:
             assert len(pair.tokens(attempt)) == 1
         else:
-            refused = rig.said(messages.Refused)[-1]
+            refused = rig.said(reports.Refused)[-1]
             assert (refused.attempt, refused.reason) == (attempt, Reason.TOO_LARGE)
             assert f"{length} tokens need 11 blocks: the pool has 10" in refused.message
-            pair.decode.inbox.put(messages.Release(attempt, "refused"))
+            pair.decode.inbox.put(commands.Release(attempt, "refused"))
         # A prompt's blocks are in use on prefill until decode has acknowledged them; until then the next is refused.
         pair.until(lambda: pair.prefill.allocator.counts.in_use == 0)
         assert len(pair.generate([prompt_of(10)], max_tokens=2)[0]) == 2

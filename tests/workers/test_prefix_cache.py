@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvtransfer.ticket import Ticket
 from splitserve.engine.batch import Segment
 from splitserve.service.reasons import Reason
-from splitserve.worker import messages
+from splitserve.worker import commands, messages, reports
 from tests.exactness import require_exact
 from tests.reference import greedy
 from tests.workers.pair import EngineRig, Pair, limits
@@ -52,7 +52,7 @@ def warm(pair: Pair, num_prefill: int, num_decode: int, tokens: Sequence[int] = 
 
 def num_cached(pair: Pair, attempt: str) -> int:
     """Tokens that prefill took from its cache."""
-    return next(a.num_cached_tokens for a in pair.prefill.said(messages.Accepted) if a.attempt == attempt)
+    return next(a.num_cached_tokens for a in pair.prefill.said(reports.Accepted) if a.attempt == attempt)
 
 
 def finish(pair: Pair, attempt: str) -> list[int]:
@@ -77,7 +77,7 @@ def test_hit_on_one_side_breaks_the_block_mapping(blocks: tuple[int, int], tiny:
         # Whole blocks of what is there, and at least one token is left to compute.
         cached = min(on_prefill, length // B) * B
         assert num_cached(pair, attempt) == min(cached, length - 1)
-        assert pair.prefill.said(messages.FirstTokens)[-1].num_computed_tokens == length - min(cached, length - 1)
+        assert pair.prefill.said(reports.FirstTokens)[-1].num_computed_tokens == length - min(cached, length - 1)
         assert pair.prefill.runner.num_forwards == forwards + 1
         num_sent = -(-length // B) - min(on_decode, length // B)
         assert pair.prefill.agent.stats().bytes_sent - sent == num_sent * pair.decode.runner.layout.block_nbytes
@@ -118,7 +118,7 @@ def test_partial_block_is_a_hit(tiny: Tiny, make_pair: MakePair) -> None:
     for prompt in (X[: B + 5], X[: B + 9], X[: B + 12]):
         pair.assert_drained()
         attempt = pair.begin(prompt, max_tokens=2)
-        assert pair.decode.said(messages.Reserved)[-1].ticket.num_cached_blocks == 1
+        assert pair.decode.said(reports.Reserved)[-1].ticket.num_cached_blocks == 1
         assert finish(pair, attempt) == greedy(tiny("llama"), prompt, 2)
         assert num_cached(pair, attempt) == B
 
@@ -165,7 +165,7 @@ def test_second_turn_of_a_chat_starts_from_nothing(tiny: Tiny, make_pair: MakePa
     attempt = pair.reserve(prompt_of(20, 2) + [0] * B)
     pair.until(lambda: pair.ticket(attempt) is not None)
     assert pair.ticket(attempt).num_cached_blocks == 1
-    pair.decode.inbox.put(messages.Release(attempt, "test"))
+    pair.decode.inbox.put(commands.Release(attempt, "test"))
     pair.assert_drained()
 
 
@@ -175,7 +175,7 @@ def test_prompt_under_way_is_no_hit_yet(tiny: Tiny, make_pair: MakePair) -> None
     first = pair.begin(X, max_tokens=4)
     pair.until(lambda: pair.prefill.engine.load().num_running == 1)
     second = pair.begin(X[: 5 * B], max_tokens=4)
-    pair.until(lambda: any(report.attempt == second for report in pair.prefill.said(messages.Accepted)))
+    pair.until(lambda: any(report.attempt == second for report in pair.prefill.said(reports.Accepted)))
     computed = pair.prefill.engine._attempts[first].num_computed if first in pair.prefill.engine._attempts else len(X)
     assert 0 < num_cached(pair, second) <= computed
     assert [finish(pair, first), finish(pair, second)] == [
@@ -198,7 +198,7 @@ def test_hit_changes_bytes(blocks: tuple[int, int], make_pair: MakePair) -> None
         kept = [bytes(pair.decode.runner.pool.view(block)) for block in whole]
         text = [token.token_id for token in pair.tokens(attempt)][: 2 * B]
         for rig in (pair.prefill, pair.decode):
-            rig.inbox.put(messages.Release(attempt, "test"))
+            rig.inbox.put(commands.Release(attempt, "test"))
         pair.assert_drained()
         return text, kept
 
@@ -274,9 +274,9 @@ def test_samples_share_a_hit_and_cache_one_anothers_tokens(tiny: Tiny, make_pair
     prompt = X[: 4 * B + 3]
     options = {"temperature": 1.0, "max_tokens": 2 * B}
     start = messages.Start(prompt, [messages.Sample(i, []) for i in range(3)], limits(**options))
-    pair.decode.inbox.put(messages.Reserve(1, "a", start, 60.0))
+    pair.decode.inbox.put(commands.Reserve(1, "a", start, 60.0))
     pair.until(lambda: pair.ticket("a") is not None)
-    pair.prefill.inbox.put(messages.Prefill(1, "a", start, pair.ticket("a"), 60.0))
+    pair.prefill.inbox.put(commands.Prefill(1, "a", start, pair.ticket("a"), 60.0))
     pair.until(lambda: sum(bool(token.finish_reason) for token in pair.tokens("a")) == 3)
     pair.assert_drained()
     for sample in range(3):
@@ -322,16 +322,16 @@ def test_room_depends_on_hits(make_pair: MakePair) -> None:
     pair = make_pair(prefill_blocks=8, decode_blocks=8)
     warm(pair, 5, 5)
     attempts = [pair.reserve(X[: 5 * B], max_tokens=1) for _ in range(2)]
-    pair.until(lambda: bool(pair.decode.said(messages.Refused)))
-    (refused,) = pair.decode.said(messages.Refused)
+    pair.until(lambda: bool(pair.decode.said(reports.Refused)))
+    (refused,) = pair.decode.said(reports.Refused)
     assert (refused.attempt, refused.reason) == (attempts[1], Reason.NO_ROOM)
     assert refused.message == "6 blocks needed, 2 available"
     for seed in range(2):
         start = messages.Start(X[: 5 * B], [messages.Sample(0, [])], limits())
         ticket = Ticket(f"nobody's {seed}", "decode", 0, 5)
-        pair.prefill.engine.handle(messages.Prefill(1, ticket.transfer_id, start, ticket, 60.0))
-    assert [report.message for report in pair.prefill.said(messages.Refused)] == ["5 blocks needed, 3 available"]
-    pair.decode.inbox.put(messages.Release(attempts[0], "test"))
+        pair.prefill.engine.handle(commands.Prefill(1, ticket.transfer_id, start, ticket, 60.0))
+    assert [report.message for report in pair.prefill.said(reports.Refused)] == ["5 blocks needed, 3 available"]
+    pair.decode.inbox.put(commands.Release(attempts[0], "test"))
     pair.assert_drained()
 
 
@@ -344,7 +344,7 @@ def test_cached_blocks_count_as_taken_at_admission(first: int, tiny: Tiny, make_
     attempts = [pair.reserve(prompts[first], max_tokens=B), pair.reserve(prompts[1 - first], max_tokens=B)]
     pair.prefill_attempt(attempts[0], prompts[first], max_tokens=B)
     assert finish(pair, attempts[0]) == greedy(tiny("llama"), prompts[first], B)
-    assert [report.attempt for report in pair.decode.said(messages.Refused)] == [attempts[1]]
+    assert [report.attempt for report in pair.decode.said(reports.Refused)] == [attempts[1]]
     assert pair.generate([prompts[1 - first]], max_tokens=B) == [greedy(tiny("llama"), prompts[1 - first], B)]
     pair.assert_drained()
 
@@ -363,7 +363,7 @@ def test_sequences_on_shared_blocks_run_out(tiny: Tiny, make_pair: MakePair) -> 
     pair.until(lambda: pair.is_finished(attempts[0]))
     assert [token.token_id for token in pair.tokens(attempts[0])] == greedy(tiny("llama"), prompts[0], 10 * B)
     pair.until(lambda: not pair.decode.engine.has_work())
-    assert {ending.reason for ending in pair.decode.said(messages.AttemptEnded)} == {Reason.PREEMPTED}
+    assert {ending.reason for ending in pair.decode.said(reports.AttemptEnded)} == {Reason.PREEMPTED}
     pair.assert_drained()
 
 
@@ -379,8 +379,8 @@ def test_release_leaks_pinned_hits_at_some_stage(turns: int, tiny: Tiny, make_pa
     for _ in range(turns):
         pair.turn()
     for rig in (pair.prefill, pair.decode):
-        rig.inbox.put(messages.Release(attempt, "test"))
-        rig.inbox.put(messages.Release(attempt, "test"))
+        rig.inbox.put(commands.Release(attempt, "test"))
+        rig.inbox.put(commands.Release(attempt, "test"))
     pair.assert_drained()
     assert pair.generate([X[: 4 * B + 3]], max_tokens=6) == [greedy(tiny("llama"), X[: 4 * B + 3], 6)]
     pair.assert_drained()
@@ -433,7 +433,7 @@ def test_cancelled_transfer_leaves_half_of_its_blocks_cached(make_pair: MakePair
     pair = make_pair(max_num_batched_tokens=B)
     attempt = pair.begin(X, max_tokens=4)
     pair.until(lambda: pair.decode.agent.stats().bytes_received > 0)
-    pair.decode.inbox.put(messages.Release(attempt, "test"))
+    pair.decode.inbox.put(commands.Release(attempt, "test"))
     pair.assert_drained()
     assert pair.decode.allocator.counts.cached == 0
 
@@ -451,7 +451,7 @@ def test_cache_is_used_although_it_is_off(make_pair: MakePair) -> None:
         assert pair.ticket(attempt).num_cached_blocks == 0
     for rig in (pair.prefill, pair.decode):
         assert rig.allocator.counts.free == rig.allocator.counts.total
-        assert rig.said(messages.CacheLookup) == []
+        assert rig.said(reports.CacheLookup) == []
 
 
 @pytest.mark.parametrize("blocks", [(3, 3), (0, 2), (3, 0)])
@@ -467,12 +467,12 @@ def test_request_that_must_compute_every_token_skips_some(
     attempt = pair.begin(X[: 3 * B + 1], max_tokens=4, prompt_logprobs=0)
     assert finish(pair, attempt) == greedy(tiny("llama"), X[: 3 * B + 1], 4)
     assert num_cached(pair, attempt) == 0
-    assert pair.prefill.said(messages.FirstTokens)[-1].num_computed_tokens == 3 * B + 1
+    assert pair.prefill.said(reports.FirstTokens)[-1].num_computed_tokens == 3 * B + 1
     assert pair.ticket(attempt).num_cached_blocks == blocks[1]
     received = pair.decode.agent.stats().bytes_received - before
     assert received == (4 - blocks[1]) * pair.decode.runner.layout.block_nbytes
-    assert pair.prefill.said(messages.CacheLookup) == []
-    assert pair.decode.said(messages.CacheLookup) == [messages.CacheLookup(3 * B + 1, blocks[1] * B)]
+    assert pair.prefill.said(reports.CacheLookup) == []
+    assert pair.decode.said(reports.CacheLookup) == [reports.CacheLookup(3 * B + 1, blocks[1] * B)]
     pair.assert_drained()
 
 
@@ -482,8 +482,8 @@ def test_lookups_are_counted_otherwise_than_they_went(make_pair: MakePair) -> No
     for rig in (pair.prefill, pair.decode):
         rig.reports.clear()
     pair.generate([X[: 4 * B + 1]], max_tokens=1)
-    assert pair.prefill.said(messages.CacheLookup) == [messages.CacheLookup(4 * B + 1, 2 * B)]
-    assert pair.decode.said(messages.CacheLookup) == [messages.CacheLookup(4 * B + 1, 3 * B)]
+    assert pair.prefill.said(reports.CacheLookup) == [reports.CacheLookup(4 * B + 1, 2 * B)]
+    assert pair.decode.said(reports.CacheLookup) == [reports.CacheLookup(4 * B + 1, 3 * B)]
 
 
 def test_prompt_that_waits_is_shown_as_running(make_pair: MakePair) -> None:
@@ -493,7 +493,7 @@ def test_prompt_that_waits_is_shown_as_running(make_pair: MakePair) -> None:
     attempt = pair.reserve(X[: 4 * B + 2], max_tokens=1)
     pair.until(lambda: pair.ticket(attempt) is not None)
     start = messages.Start(X[: 4 * B + 2], [messages.Sample(0, [])], limits(max_tokens=1))
-    pair.prefill.engine.handle(messages.Prefill(1, attempt, start, pair.ticket(attempt), 60.0))
+    pair.prefill.engine.handle(commands.Prefill(1, attempt, start, pair.ticket(attempt), 60.0))
     load = pair.prefill.engine.load()
     assert (load.num_running, load.num_waiting, load.waiting_tokens) == (0, 1, B + 2)
     finish(pair, attempt)

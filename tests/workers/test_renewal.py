@@ -10,7 +10,7 @@ from kvtransfer.fault_plan import FaultPlan, FaultRule
 from kvtransfer.faults import FaultyCarrier
 from splitserve.engine.pool import KVPool
 from splitserve.service.reasons import Reason
-from splitserve.worker import messages
+from splitserve.worker import commands, messages, reports
 from tests.reference import greedy
 from tests.workers.pair import Pair, limits
 from tests.workers.test_hand_off import B, prompt_of
@@ -28,7 +28,7 @@ def renew(pair: Pair, attempt: str, outputs: Sequence[int] = (), transfer_id: st
         assert ticket is not None
         transfer_id = ticket.transfer_id
     grown = [messages.Sample(index, list(outputs)) for index in range(samples)]
-    pair.decode.inbox.put(messages.Renew(1, attempt, transfer_id, grown, 60.0))
+    pair.decode.inbox.put(commands.Renew(1, attempt, transfer_id, grown, 60.0))
 
 
 def begin_kept(pair: Pair, prompt: Sequence[int], **changes: object) -> str:
@@ -38,12 +38,12 @@ def begin_kept(pair: Pair, prompt: Sequence[int], **changes: object) -> str:
     return attempt
 
 
-def lose(pair: Pair, attempt: str, leg: str = "1") -> messages.TransferLost:
+def lose(pair: Pair, attempt: str, leg: str = "1") -> reports.TransferLost:
     """The leg's prefill worker gives up, and decode says so."""
-    before = len(pair.decode.said(messages.TransferLost))
-    pair.prefill.inbox.put(messages.Release(leg, "prefill failed"))
-    pair.until(lambda: len(pair.decode.said(messages.TransferLost)) > before)
-    lost: messages.TransferLost = pair.decode.said(messages.TransferLost)[-1]
+    before = len(pair.decode.said(reports.TransferLost))
+    pair.prefill.inbox.put(commands.Release(leg, "prefill failed"))
+    pair.until(lambda: len(pair.decode.said(reports.TransferLost)) > before)
+    lost: reports.TransferLost = pair.decode.said(reports.TransferLost)[-1]
     assert lost.attempt == attempt
     return lost
 
@@ -52,7 +52,7 @@ def shown_by(pair: Pair, leg: str) -> list[int]:
     """What prefill has told the router of this leg."""
     return [
         token.token_id
-        for said in pair.prefill.said(messages.FirstTokens)
+        for said in pair.prefill.said(reports.FirstTokens)
         if said.attempt == leg
         for token in said.tokens
     ]
@@ -95,11 +95,11 @@ def test_renewed_ticket_changes_a_token(turns: int, is_lost_first: bool, tiny: T
     for _ in range(turns):
         pair.turn()
     outputs = shown_by(pair, "1")
-    pair.prefill.inbox.put(messages.Release("1", "test"))
+    pair.prefill.inbox.put(commands.Release("1", "test"))
     if is_lost_first:
-        pair.until(lambda: answers(pair, attempt, messages.TransferLost) == 1 or bool(pair.tokens(attempt)))
+        pair.until(lambda: answers(pair, attempt, reports.TransferLost) == 1 or bool(pair.tokens(attempt)))
     renew(pair, attempt, outputs)
-    pair.until(lambda: len(pair.tickets(attempt)) == 2 or answers(pair, attempt, messages.AlreadyRunning) == 1)
+    pair.until(lambda: len(pair.tickets(attempt)) == 2 or answers(pair, attempt, reports.AlreadyRunning) == 1)
     if len(pair.tickets(attempt)) == 2:
         second_leg(pair, attempt, prompt, outputs, max_tokens=12)
         assert outputs + text(pair, attempt) == greedy(tiny("llama"), prompt, 12)
@@ -147,9 +147,9 @@ def test_several_samples_lose_their_reservation(make_pair: MakePair, monkeypatch
     prompt, options = prompt_of(2 * B + 5), {"max_tokens": 6, "temperature": 1.0, "seed": 3}
     start = messages.Start(prompt, [messages.Sample(0, []), messages.Sample(1, [])], limits(**options))
     for name in ("undisturbed", "renewed", "begun"):
-        pair.decode.inbox.put(messages.Reserve(1, name, start, 60.0, keep_s=KEEP_S))
+        pair.decode.inbox.put(commands.Reserve(1, name, start, 60.0, keep_s=KEEP_S))
         pair.until(lambda name=name: pair.ticket(name) is not None)
-        pair.prefill.inbox.put(messages.Prefill(1, f"{name} 1", start, pair.ticket(name), 60.0))
+        pair.prefill.inbox.put(commands.Prefill(1, f"{name} 1", start, pair.ticket(name), 60.0))
         if name == "undisturbed":
             pair.until(lambda: sum(bool(token.finish_reason) for token in pair.tokens("undisturbed")) == 2)
             hold_finish(pair, monkeypatch)
@@ -157,15 +157,15 @@ def test_several_samples_lose_their_reservation(make_pair: MakePair, monkeypatch
         lose(pair, name, f"{name} 1")
         renew(pair, name, [7] if name == "begun" else [], samples=2)
     monkeypatch.undo()
-    pair.until(lambda: len(pair.tickets("renewed")) == 2 and answers(pair, "begun", messages.Refused) == 1)
-    pair.prefill.inbox.put(messages.Prefill(1, "renewed 2", start, pair.ticket("renewed"), 60.0))
+    pair.until(lambda: len(pair.tickets("renewed")) == 2 and answers(pair, "begun", reports.Refused) == 1)
+    pair.prefill.inbox.put(commands.Prefill(1, "renewed 2", start, pair.ticket("renewed"), 60.0))
 
     def texts(name: str) -> list[list[int]]:
         return [[t.token_id for t in pair.tokens(name) if t.sample == sample] for sample in (0, 1)]
 
     pair.until(lambda: all(len(output) == 6 for name in ("undisturbed", "renewed") for output in texts(name)))
     assert texts("renewed") == texts("undisturbed")
-    assert [refused.reason for refused in pair.decode.said(messages.Refused)] == [Reason.NO_ROOM]
+    assert [refused.reason for refused in pair.decode.said(reports.Refused)] == [Reason.NO_ROOM]
     pair.assert_drained()
 
 
@@ -175,12 +175,12 @@ def test_renewal_that_crosses_the_loss_is_lost_itself(tiny: Tiny, make_pair: Mak
     prompt = prompt_of(4 * B)
     attempt = begin_kept(pair, prompt, max_tokens=4)
     pair.turn()
-    pair.prefill.inbox.put(messages.Release("1", "test"))
-    pair.until(lambda: not pair.decode.inbox.empty() or answers(pair, attempt, messages.TransferLost) == 1)
+    pair.prefill.inbox.put(commands.Release("1", "test"))
+    pair.until(lambda: not pair.decode.inbox.empty() or answers(pair, attempt, reports.TransferLost) == 1)
     renew(pair, attempt)  # behind TransferFailed in the inbox, or just after it
     second_leg(pair, attempt, prompt, max_tokens=4)
     assert text(pair, attempt) == greedy(tiny("llama"), prompt, 4)
-    assert answers(pair, attempt, messages.TransferLost) == 1
+    assert answers(pair, attempt, reports.TransferLost) == 1
     pair.assert_drained()
 
 
@@ -192,7 +192,7 @@ def test_blocks_that_have_arrived_are_fetched_again(tiny: Tiny, make_pair: MakeP
     pair.until(lambda: bool(pair.tokens(attempt)))
     renew(pair, attempt, shown_by(pair, "1"))
     pair.until(lambda: pair.is_finished(attempt))
-    assert answers(pair, attempt, messages.AlreadyRunning) == 1
+    assert answers(pair, attempt, reports.AlreadyRunning) == 1
     assert len(pair.tickets(attempt)) == 1
     assert text(pair, attempt) == greedy(tiny("llama"), prompt, 4)
     pair.assert_drained()
@@ -209,7 +209,7 @@ def test_transfer_that_completes_while_it_is_renewed_is_dropped(
     hold_cancel(pair, monkeypatch)
     renew(pair, attempt)
     pair.until(lambda: pair.is_finished(attempt))
-    assert answers(pair, attempt, messages.AlreadyRunning) == 1
+    assert answers(pair, attempt, reports.AlreadyRunning) == 1
     assert len(pair.tickets(attempt)) == 1
     assert text(pair, attempt) == greedy(tiny("llama"), prompt, 4)
     pair.assert_drained()
@@ -224,8 +224,8 @@ def test_prefill_worker_that_shuts_down_takes_the_reservation_along(
     attempt = begin_kept(pair, prompt_of(2 * B))
     pair.until(lambda: bool(shown_by(pair, "1")))
     pair.prefill.agent.close()
-    pair.until_alone(pair.decode, lambda: answers(pair, attempt, messages.TransferLost) == 1)
-    assert pair.decode.said(messages.AttemptEnded) == []
+    pair.until_alone(pair.decode, lambda: answers(pair, attempt, reports.TransferLost) == 1)
+    assert pair.decode.said(reports.AttemptEnded) == []
     assert pair.decode.allocator.counts.reserved == 3
 
 
@@ -240,7 +240,7 @@ def test_repeated_renewal_opens_a_third_transfer(tiny: Tiny, make_pair: MakePair
     renew(pair, attempt, transfer_id=pair.tickets(attempt)[0].transfer_id)
     second_leg(pair, attempt, prompt, max_tokens=4)
     assert len(pair.tickets(attempt)) == 2
-    assert [ignored.kind for ignored in pair.decode.said(messages.Ignored)] == ["renew", "renew"]
+    assert [ignored.kind for ignored in pair.decode.said(reports.Ignored)] == ["renew", "renew"]
     assert text(pair, attempt) == greedy(tiny("llama"), prompt, 4)
     pair.assert_drained()
 
@@ -256,8 +256,8 @@ def test_parked_reservation_is_kept_for_ever(make_pair: MakePair) -> None:
     assert [ending.reason for ending in pair.endings(attempt)] == [Reason.TIMEOUT]
     pair.assert_drained()
     renew(pair, attempt)
-    pair.until(lambda: bool(pair.decode.said(messages.Refused)))
-    assert [refused.reason for refused in pair.decode.said(messages.Refused)] == [Reason.NO_ROOM]
+    pair.until(lambda: bool(pair.decode.said(reports.Refused)))
+    assert [refused.reason for refused in pair.decode.said(reports.Refused)] == [Reason.NO_ROOM]
     assert len(pair.endings(attempt)) == 1
     pair.assert_drained()
 
@@ -271,7 +271,7 @@ def test_reservation_without_a_transfer_takes_blocks_from_a_running_one(
     oldest = pair.begin(prompt_of(B, seed=1), max_tokens=3 * B)
     pair.until(lambda: bool(pair.tokens(oldest)))
     attempt = begin_kept(pair, prompt_of(2 * B), max_tokens=4)
-    pair.until(lambda: any(said.attempt == "1" for said in pair.prefill.said(messages.Accepted)))
+    pair.until(lambda: any(said.attempt == "1" for said in pair.prefill.said(reports.Accepted)))
     if phase == "parked":
         lose(pair, attempt)
     else:
@@ -285,13 +285,13 @@ def test_reservation_without_a_transfer_takes_blocks_from_a_running_one(
     assert [ending.reason for ending in pair.endings(attempt)] == [Reason.PREEMPTED]
     assert len(pair.tickets(attempt)) == 1
     assert text(pair, oldest) == greedy(tiny("llama"), prompt_of(B, seed=1), 3 * B)
-    pair.prefill.inbox.put(messages.Release("1", "test"))
+    pair.prefill.inbox.put(commands.Release("1", "test"))
     pair.assert_drained()
 
 
 @pytest.mark.parametrize("phase", ["parked", "renewing"])
-@pytest.mark.parametrize("word", [messages.Release("a", "test"), messages.EndSession(1)], ids=["release", "session"])
-def test_released_reservation_is_renewed_all_the_same(word: messages.Command, phase: str, make_pair: MakePair) -> None:
+@pytest.mark.parametrize("word", [commands.Release("a", "test"), commands.EndSession(1)], ids=["release", "session"])
+def test_released_reservation_is_renewed_all_the_same(word: commands.Command, phase: str, make_pair: MakePair) -> None:
     pair = make_pair(max_num_batched_tokens=B)
     prompt = prompt_of(4 * B)
     pair.reserve(prompt, attempt="a", keep_s=KEEP_S)
@@ -302,7 +302,7 @@ def test_released_reservation_is_renewed_all_the_same(word: messages.Command, ph
     else:
         renew(pair, "a")
     pair.decode.inbox.put(word)
-    pair.prefill.inbox.put(messages.Release("1", "test"))
+    pair.prefill.inbox.put(commands.Release("1", "test"))
     pair.assert_drained()
     assert len(pair.tickets("a")) == 1
     assert pair.endings("a") == []
@@ -318,11 +318,11 @@ def test_growth_without_a_block_holds_the_others(make_pair: MakePair, monkeypatc
     other = pair.reserve(prompt_of(B, seed=1))
     pair.until(lambda: pair.ticket(other) is not None)
     renew(pair, attempt, [7])
-    pair.until(lambda: bool(pair.decode.said(messages.Refused)))
-    refused = pair.decode.said(messages.Refused)[0]
+    pair.until(lambda: bool(pair.decode.said(reports.Refused)))
+    refused = pair.decode.said(reports.Refused)[0]
     assert (refused.attempt, refused.reason) == (attempt, Reason.NO_ROOM)
     assert pair.decode.allocator.counts.reserved == 2
-    pair.decode.inbox.put(messages.Release(other, "test"))
+    pair.decode.inbox.put(commands.Release(other, "test"))
     pair.assert_drained()
 
 
@@ -336,8 +336,8 @@ def test_renewal_for_other_samples_is_taken(samples: list[messages.Sample], make
     attempt = begin_kept(pair, prompt_of(4 * B))
     pair.turn()
     lost = lose(pair, attempt)
-    pair.decode.inbox.put(messages.Renew(1, attempt, lost.transfer_id, samples, 60.0))
-    pair.until(lambda: bool(pair.decode.said(messages.Refused)))
+    pair.decode.inbox.put(commands.Renew(1, attempt, lost.transfer_id, samples, 60.0))
+    pair.until(lambda: bool(pair.decode.said(reports.Refused)))
     pair.assert_drained()
 
 
@@ -358,7 +358,7 @@ def test_late_blocks_of_the_first_ticket_land_in_the_second(
     renew(pair, attempt)
     second_leg(pair, attempt, prompt, max_tokens=8)
     assert text(pair, attempt) == greedy(tiny("llama"), prompt, 8)
-    pair.prefill.inbox.put(messages.Release("1", "test"))
+    pair.prefill.inbox.put(commands.Release("1", "test"))
     pair.assert_drained()
 
 
@@ -379,5 +379,5 @@ def test_reservation_is_kept_on_a_pool_that_cannot_be_written(make_pair: MakePai
     attempt = begin_kept(pair, prompt_of(2 * B))
     pair.until(lambda: any(ending.attempt == attempt for ending in pair.endings(attempt)))
     assert [ending.reason for ending in pair.endings(attempt)] == [Reason.TRANSFER_FAILED]
-    assert pair.decode.said(messages.TransferLost) == []
+    assert pair.decode.said(reports.TransferLost) == []
     pair.assert_drained()

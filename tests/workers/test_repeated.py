@@ -12,7 +12,7 @@ from kvtransfer.ticket import Ticket
 from splitserve.service.errors import Internal
 from splitserve.service.metrics import WorkerMetrics, render
 from splitserve.service.reasons import Reason
-from splitserve.worker import messages
+from splitserve.worker import commands, messages, reports
 from splitserve.worker.ended import NUM_REMEMBERED, EndedAttempts
 from tests.reference import greedy
 from tests.workers.pair import EngineRig, Pair, limits
@@ -22,13 +22,13 @@ MakePair = Callable[..., Pair]
 Tiny = Callable[[str], Path]
 
 
-def reserve(prompt: list[int], attempt: str = "a") -> messages.Reserve:
+def reserve(prompt: list[int], attempt: str = "a") -> commands.Reserve:
     start = messages.Start(prompt, [messages.Sample(0, [])], limits(max_tokens=4))
-    return messages.Reserve(1, attempt, start, 60.0, keep_s=60.0)
+    return commands.Reserve(1, attempt, start, 60.0, keep_s=60.0)
 
 
-def prefill(prompt: list[int], ticket: Ticket, attempt: str = "a") -> messages.Prefill:
-    return messages.Prefill(1, attempt, reserve(prompt).start, ticket, 60.0)
+def prefill(prompt: list[int], ticket: Ticket, attempt: str = "a") -> commands.Prefill:
+    return commands.Prefill(1, attempt, reserve(prompt).start, ticket, 60.0)
 
 
 def ticket_of(pair: Pair) -> Ticket:
@@ -39,7 +39,7 @@ def ticket_of(pair: Pair) -> Ticket:
 
 
 def ignored(rig: EngineRig) -> list[str]:
-    return [report.kind for report in rig.said(messages.Ignored)]
+    return [report.kind for report in rig.said(reports.Ignored)]
 
 
 def said_about(rig: EngineRig, attempt: str) -> list[str]:
@@ -79,7 +79,7 @@ def test_replayed_command_revives_an_attempt_that_has_ended(ending: str, make_pa
     if ending == "expired":
         pair.decode.engine.expire(float("inf"))
     elif ending != "finished":
-        word = messages.EndSession(1) if ending == "session" else messages.Release("a", "test")
+        word = commands.EndSession(1) if ending == "session" else commands.Release("a", "test")
         pair.decode.inbox.put(word)
         pair.prefill.inbox.put(word)
     else:
@@ -99,7 +99,7 @@ def test_command_behind_its_release_takes_blocks(make_pair: MakePair) -> None:
     """What is released before it has come is dead on arrival."""
     pair = make_pair()
     for rig in (pair.decode, pair.prefill):
-        rig.inbox.put(messages.Release("a", "the client left"))
+        rig.inbox.put(commands.Release("a", "the client left"))
     pair.decode.inbox.put(reserve(prompt_of(5)))
     pair.prefill.inbox.put(prefill(prompt_of(5), Ticket("t", "decode", 0, 1)))
     handle_all(pair.decode)
@@ -117,7 +117,7 @@ def test_second_attempt_with_a_live_ticket_kills_the_worker(tiny: Tiny, make_pai
     for attempt in ("a", "b"):
         pair.prefill.inbox.put(prefill(prompt, ticket, attempt))
     pair.until(lambda: pair.is_finished("a"))
-    assert [(r.attempt, r.reason) for r in pair.prefill.said(messages.Refused)] == [("b", Reason.INVALID)]
+    assert [(r.attempt, r.reason) for r in pair.prefill.said(reports.Refused)] == [("b", Reason.INVALID)]
     assert [token.token_id for token in pair.tokens("a")] == greedy(tiny("llama"), prompt, 4)
     assert len(pair.generate([prompt_of(9)], max_tokens=2)[0]) == 2
     pair.assert_drained()
@@ -136,8 +136,8 @@ def test_ticket_that_the_kv_thread_refuses_kills_the_worker(
     with monkeypatch.context() as patched:
         patched.setattr(pair.prefill.agent, "open", refuse)
         pair.prefill.inbox.put(prefill(prompt_of(5), ticket))
-        pair.until(lambda: bool(pair.prefill.said(messages.Refused)))
-    assert [r.reason for r in pair.prefill.said(messages.Refused)] == [Reason.TRANSFER_FAILED]
+        pair.until(lambda: bool(pair.prefill.said(reports.Refused)))
+    assert [r.reason for r in pair.prefill.said(reports.Refused)] == [Reason.TRANSFER_FAILED]
     assert pair.prefill.allocator.counts.in_use == 0
     pair.prefill.inbox.put(prefill(prompt_of(5), ticket, "b"))
     pair.until(lambda: pair.is_finished("a"))
@@ -159,10 +159,10 @@ def test_release_beside_the_transfers_end_frees_a_block_twice(
         pair.prefill.agent.cancel(pair.tickets("a")[0].transfer_id, "test")
         wait_for(pair, lambda rig: not rig.inbox.empty())
     else:
-        while not pair.prefill.said(messages.FirstTokens):
+        while not pair.prefill.said(reports.FirstTokens):
             pair.prefill.loop.turn(wait_s=0.0)
         wait_for(pair, lambda rig: not rig.inbox.empty())
-    release = messages.Release("a", "the client left")
+    release = commands.Release("a", "the client left")
     for rig in (pair.decode, pair.prefill):
         waiting = [rig.inbox.get() for _ in range(rig.inbox.qsize())]
         assert [type(item) for item in waiting] in (
@@ -193,7 +193,7 @@ def test_reason_of_a_release_is_lost_on_its_way(make_pair: MakePair) -> None:
     pair.decode.inbox.put(reserve(prompt))
     pair.prefill.inbox.put(prefill(prompt, ticket_of(pair)))
     pair.turn()
-    pair.decode.inbox.put(messages.Release("a", "the client is gone"))
+    pair.decode.inbox.put(commands.Release("a", "the client is gone"))
     pair.until(lambda: bool(pair.endings("a")))
     assert ["the client is gone" in ending.message for ending in pair.endings("a")] == [True]
     pair.assert_drained()

@@ -8,7 +8,7 @@ import pytest
 from kvtransfer import events
 from kvtransfer.ticket import Ticket
 from splitserve.service.reasons import Reason
-from splitserve.worker import messages
+from splitserve.worker import commands, messages, reports
 from tests.workers.pair import Pair, limits
 from tests.workers.test_hand_off import B, prompt_of
 
@@ -18,10 +18,10 @@ MakePair = Callable[..., Pair]
 def begin(pair: Pair, prompt: list[int], samples: Sequence[messages.Sample], **changes: object) -> str:
     """Asks both sides for these samples, as a router would."""
     start = messages.Start(prompt, list(samples), limits(**changes))
-    pair.decode.inbox.put(messages.Reserve(1, "a", start, 60.0))
-    pair.until(lambda: pair.ticket("a") is not None or bool(pair.decode.said(messages.Refused)))
+    pair.decode.inbox.put(commands.Reserve(1, "a", start, 60.0))
+    pair.until(lambda: pair.ticket("a") is not None or bool(pair.decode.said(reports.Refused)))
     if pair.ticket("a") is not None:
-        pair.prefill.inbox.put(messages.Prefill(1, "a", start, pair.ticket("a"), 60.0))
+        pair.prefill.inbox.put(commands.Prefill(1, "a", start, pair.ticket("a"), 60.0))
     return "a"
 
 
@@ -55,7 +55,7 @@ def test_released_samples_leave_shared_blocks_behind(make_pair: MakePair) -> Non
     begin(pair, prompt_of(3 * B + 5), [messages.Sample(index, []) for index in range(4)], max_tokens=500)
     pair.until(lambda: len(pair.tokens("a")) > 12)
     assert len(pair.decode.engine._running) == 4
-    pair.decode.inbox.put(messages.Release("a", "test"))
+    pair.decode.inbox.put(commands.Release("a", "test"))
     pair.assert_drained()
 
 
@@ -76,7 +76,7 @@ def test_preempted_sample_leaves_its_siblings_running(make_pair: MakePair) -> No
 def test_impossible_samples_are_taken(samples: list[messages.Sample], make_pair: MakePair) -> None:
     pair = make_pair()
     begin(pair, prompt_of(5), samples)
-    assert [refused.reason for refused in pair.decode.said(messages.Refused)] == [Reason.INVALID]
+    assert [refused.reason for refused in pair.decode.said(reports.Refused)] == [Reason.INVALID]
     pair.assert_drained()
 
 
@@ -123,11 +123,11 @@ def test_token_outside_of_the_vocabulary_kills_the_worker(make_pair: MakePair) -
     ]
     ticket = Ticket("t", "decode", 0, 1)
     for number, start in enumerate(bad_starts):
-        pair.decode.inbox.put(messages.Reserve(1, str(number), start, 60.0))
-        pair.prefill.inbox.put(messages.Prefill(1, str(number), start, ticket, 60.0))
+        pair.decode.inbox.put(commands.Reserve(1, str(number), start, 60.0))
+        pair.prefill.inbox.put(commands.Prefill(1, str(number), start, ticket, 60.0))
     for rig in (pair.prefill, pair.decode):
-        pair.until(lambda rig=rig: len(rig.said(messages.Refused)) == len(bad_starts))
-        assert {refused.reason for refused in rig.said(messages.Refused)} == {Reason.INVALID}
+        pair.until(lambda rig=rig: len(rig.said(reports.Refused)) == len(bad_starts))
+        assert {refused.reason for refused in rig.said(reports.Refused)} == {Reason.INVALID}
     pair.assert_drained()
 
 

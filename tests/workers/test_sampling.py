@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from splitserve.service.reasons import Reason
-from splitserve.worker import messages
+from splitserve.worker import commands, messages, reports
 from splitserve.worker.sampling import sampling_params
 from tests.chi_square import assert_drawn_from
 from tests.exactness import require_exact
@@ -56,7 +56,7 @@ def generated(pair: Pair, prompt: Sequence[int], outputs: Sequence[int] = (), **
 
 def first_token(pair: Pair) -> messages.Token:
     """What prefill said last."""
-    token: messages.Token = pair.prefill.said(messages.FirstTokens)[-1].tokens[0]
+    token: messages.Token = pair.prefill.said(reports.FirstTokens)[-1].tokens[0]
     return token
 
 
@@ -174,7 +174,7 @@ def test_warm_cache_leaves_prompt_logprobs_out(make_pair: MakePair) -> None:
     for wanted in (2, None, 2):
         again = pair.begin(prompt, max_tokens=2, prompt_logprobs=wanted)
         pair.until(lambda again=again: pair.is_finished(again))
-        (accepted,) = [report for report in pair.prefill.said(messages.Accepted) if report.attempt == again]
+        (accepted,) = [report for report in pair.prefill.said(reports.Accepted) if report.attempt == again]
         assert accepted.num_cached_tokens == (63 if wanted is None else 0)
         assert pair.ticket(again).num_cached_blocks == 4
         expected = [] if wanted is None else prompt_entries(pair, cold)
@@ -186,10 +186,10 @@ def prompt_entries(pair: Pair, attempt: str) -> list[messages.Logprobs]:
     """In the order of their positions, each said once, and all before the first tokens."""
     entries: list[messages.Logprobs] = []
     for report in pair.prefill.reports:
-        if isinstance(report, messages.PromptLogprobs) and report.attempt == attempt:
+        if isinstance(report, reports.PromptLogprobs) and report.attempt == attempt:
             assert report.start == len(entries)
             entries += report.tokens
-        elif isinstance(report, messages.FirstTokens) and report.attempt == attempt:
+        elif isinstance(report, reports.FirstTokens) and report.attempt == attempt:
             return entries
     raise AssertionError("no first tokens")
 
@@ -209,7 +209,7 @@ def test_prompt_of_nan_gives_numbers(make_pair: MakePair, monkeypatch: pytest.Mo
     good, bad = pair.begin(prompt_of(5), max_tokens=3), pair.begin(prompt_of(20), max_tokens=3, prompt_logprobs=0)
     pair.until(lambda: pair.is_finished(good) and bool(pair.endings(bad)))
     assert pair.endings(bad)[0].reason is Reason.INTERNAL
-    pair.decode.inbox.put(messages.Release(bad, "lost"))
+    pair.decode.inbox.put(commands.Release(bad, "lost"))
     pair.assert_drained()
 
 
@@ -225,9 +225,9 @@ def test_seeded_text_differs_from_one_process(options: dict[str, Any], tiny: Tin
         tokens = generated(pair, prompt, max_tokens=20, **options)
         assert [token.token_id for token in tokens] == expected
     start = messages.Start(prompt, [messages.Sample(index, []) for index in range(3)], limits(max_tokens=20, **options))
-    pair.decode.inbox.put(messages.Reserve(1, "trio", start, 60.0))
+    pair.decode.inbox.put(commands.Reserve(1, "trio", start, 60.0))
     pair.until(lambda: pair.ticket("trio") is not None)
-    pair.prefill.inbox.put(messages.Prefill(1, "trio", start, pair.ticket("trio"), 60.0))
+    pair.prefill.inbox.put(commands.Prefill(1, "trio", start, pair.ticket("trio"), 60.0))
     pair.until(lambda: sum(bool(token.finish_reason) for token in pair.tokens("trio")) == 3)
     for index in range(3):
         ids = [token.token_id for token in pair.tokens("trio") if token.sample == index]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from splitserve.service.reasons import Reason
-from splitserve.worker import messages
+from splitserve.worker import commands, reports
 from tests.reference import greedy
 from tests.workers.pair import Pair
 from tests.workers.test_hand_off import B, prompt_of
@@ -37,7 +37,7 @@ def other_tokens(keys: list[bytes], payload: bytes) -> tuple[list[bytes], bytes]
 
 
 def mismatches(pair: Pair) -> int:
-    return sum(report.reason == "mismatch" for report in pair.decode.said(messages.TransferReport))
+    return sum(report.reason == "mismatch" for report in pair.decode.said(reports.TransferReport))
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,8 @@ def test_wrong_finish_costs_the_reservation(
     pair = make_pair()
     spoil(pair, monkeypatch, wrong)
     attempt = begin_kept(pair, PROMPT, max_tokens=8)
-    pair.until(lambda: answers(pair, attempt, messages.TransferLost) == 1)
-    (lost,) = pair.decode.said(messages.TransferLost)
+    pair.until(lambda: answers(pair, attempt, reports.TransferLost) == 1)
+    (lost,) = pair.decode.said(reports.TransferLost)
     assert (lost.reason, lost.transfer_id) == (reason, pair.tickets(attempt)[0].transfer_id)
     counts = pair.decode.allocator.counts
     assert (counts.reserved, counts.in_use, counts.cached) == (3, 0, 0)
@@ -76,13 +76,13 @@ def test_decode_that_finds_every_finish_wrong_is_asked_for_ever(
     pair = make_pair()
     spoil(pair, monkeypatch, other_tokens, times=2)
     attempt = begin_kept(pair, PROMPT, max_tokens=8)
-    pair.until(lambda: answers(pair, attempt, messages.TransferLost) == 1)
+    pair.until(lambda: answers(pair, attempt, reports.TransferLost) == 1)
     renew(pair, attempt)
     pair.until(lambda: len(pair.tickets(attempt)) == 2)
     pair.prefill_attempt(attempt, PROMPT, leg="2", max_tokens=8)
     pair.until(lambda: bool(pair.endings(attempt)))
     assert [ending.reason for ending in pair.endings(attempt)] == [Reason.INVALID]
-    assert answers(pair, attempt, messages.TransferLost) == 1
+    assert answers(pair, attempt, reports.TransferLost) == 1
     assert mismatches(pair) == 2
     assert pair.tokens(attempt) == []
     pair.assert_drained()
@@ -95,14 +95,14 @@ def test_wrong_finish_that_meets_a_renewal_ends_the_attempt(
     pair = make_pair(max_num_batched_tokens=B)
     spoil(pair, monkeypatch, other_tokens)
     attempt = begin_kept(pair, PROMPT, max_tokens=4)
-    pair.until(lambda: any(said.attempt == "1" for said in pair.prefill.said(messages.Accepted)))
+    pair.until(lambda: any(said.attempt == "1" for said in pair.prefill.said(reports.Accepted)))
     with monkeypatch.context() as patched:
         hold_cancel(pair, patched)
         renew(pair, attempt)
         pair.until(lambda: len(pair.tickets(attempt)) == 2)
     second_leg(pair, attempt, PROMPT, max_tokens=4)
     assert text(pair, attempt) == greedy(tiny("llama"), PROMPT, 4)
-    assert answers(pair, attempt, messages.TransferLost) == 0
+    assert answers(pair, attempt, reports.TransferLost) == 0
     assert mismatches(pair) == 1
     pair.assert_drained()
 
@@ -113,11 +113,11 @@ def test_wrong_finish_of_a_released_attempt_is_kept_or_told(
     pair = make_pair(max_num_batched_tokens=B)
     spoil(pair, monkeypatch, other_tokens)
     attempt = begin_kept(pair, PROMPT, max_tokens=4)
-    pair.until(lambda: any(said.attempt == "1" for said in pair.prefill.said(messages.Accepted)))
+    pair.until(lambda: any(said.attempt == "1" for said in pair.prefill.said(reports.Accepted)))
     with monkeypatch.context() as patched:
         hold_cancel(pair, patched)
-        pair.decode.inbox.put(messages.Release(attempt, "test"))
+        pair.decode.inbox.put(commands.Release(attempt, "test"))
         pair.until(lambda: mismatches(pair) == 1)
     pair.assert_drained()
     assert pair.endings(attempt) == []
-    assert answers(pair, attempt, messages.TransferLost) == 0
+    assert answers(pair, attempt, reports.TransferLost) == 0
