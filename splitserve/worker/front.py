@@ -10,32 +10,27 @@ import contextlib
 import enum
 import os
 import socket
-import sys
 import uuid
-from asyncio.subprocess import Process
 
 import structlog
 from msgspec.structs import replace
 
 from splitserve.service.config import EXIT_CONFIG
-from splitserve.service.huge_pages import with_huge_pages
 from splitserve.service.lifecycle import StopRequest, first_of, run_loop
 from splitserve.service.logging import configure_logging
 from splitserve.service.startup import process_age_s, startup_line
 from splitserve.v1 import cluster_pb2 as pb
 from splitserve.worker import commands, reports, translate
-from splitserve.worker.clock import StepClock
+from splitserve.worker.child import EngineProcess
 from splitserve.worker.config import WorkerConfig
 from splitserve.worker.http import WorkerHttp
 from splitserve.worker.join import Joiner, RouterConnection
-from splitserve.worker.link import FrontLink, socket_pair
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 _WATCH_INTERVAL_S = 0.5
 # Beyond its interval the watchdog comes late by this much only if it could not run itself.
 _OWN_STANDSTILL_S = 1.0
-_STOP_GRACE_S = 3.0
 _LAST_WORDS_S = 0.5
 # An engine whose drain is over still waits for the transfers that it has ended.
 _DRAIN_SLACK_S = 2.0
@@ -57,42 +52,6 @@ def run_front(role: Role, config: WorkerConfig) -> int:
     return run_loop(lambda stop: Front(role, config).run(stop), config.parent_fd)
 
 
-class EngineProcess:
-    """The engine as a child process, its link, and its step clock."""
-
-    def __init__(self, process: Process, link: FrontLink, clock: StepClock) -> None:
-        self.process = process
-        self.link = link
-        self.clock = clock
-
-    @classmethod
-    async def start(cls, role: Role) -> "EngineProcess":
-        ours, theirs = socket_pair()
-        clock_fd = StepClock.create()
-        fds = (theirs.fileno(), clock_fd)
-        arguments = ["--link-fd", str(fds[0]), "--clock-fd", str(fds[1])]
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", f"{role.value}_worker.engine", *arguments),
-            pass_fds=fds,
-            env=with_huge_pages(os.environ),
-        )
-        theirs.close()
-        clock = StepClock(clock_fd)
-        os.close(clock_fd)
-        return cls(process, await FrontLink.open(ours), clock)
-
-    async def stop(self) -> None:
-        """Asks, waits a little, then kills: an engine holds nothing that needs saving."""
-        self.link.send(commands.Stop())
-        try:
-            async with asyncio.timeout(_STOP_GRACE_S):
-                await self.process.wait()
-        except TimeoutError:
-            self.process.kill()
-            await self.process.wait()
-        self.link.close()
-
-
 class Front:
     def __init__(self, role: Role, config: WorkerConfig) -> None:
         self._role = role
@@ -109,7 +68,7 @@ class Front:
 
     async def run(self, stop: StopRequest) -> int:
         before_engine_s = process_age_s()
-        self._engine = await EngineProcess.start(self._role)
+        self._engine = await EngineProcess.start(f"{self._role.value}_worker.engine")
         try:
             ready = await self._start_engine(stop)
             if ready is None:

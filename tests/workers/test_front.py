@@ -13,9 +13,10 @@ import pytest
 from splitserve.service.lifecycle import StopRequest
 from splitserve.worker import clock as clock_module
 from splitserve.worker import front as front_module
+from splitserve.worker.child import EngineProcess
 from splitserve.worker.clock import Signs, StepClock
 from splitserve.worker.config import WorkerConfig
-from splitserve.worker.front import EngineProcess, Front, Role
+from splitserve.worker.front import Front, Role
 
 LIMIT_S = 10.0
 

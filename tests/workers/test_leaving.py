@@ -13,8 +13,9 @@ from splitserve.service.lifecycle import StopRequest
 from splitserve.v1 import cluster_pb2 as pb
 from splitserve.v1 import cluster_pb2_grpc as pb_grpc
 from splitserve.worker import commands, reports
+from splitserve.worker.child import EngineProcess
 from splitserve.worker.config import WorkerConfig
-from splitserve.worker.front import EngineProcess, Front, Role
+from splitserve.worker.front import Front, Role
 from splitserve.worker.join import Joiner, RouterConnection
 
 PATIENCE_S = 30.0
