@@ -13,7 +13,7 @@ from typing import Any
 import structlog
 
 from router.config import RouterConfig
-from router.request import ClusterLimits
+from router.request import ClusterLimits, DecodeCapacity
 from router.scheduler import max_decode_tokens, max_prefill_tokens
 from router.worker import Identity, Role, Worker
 from splitserve.service.errors import InvalidRequest
@@ -169,10 +169,13 @@ class Membership:
         return "no pair of workers can exchange KV blocks" + (f": {'; '.join(failures)}" if failures else " yet")
 
     def limits(self) -> ClusterLimits:
-        def roomiest(role: Role, max_tokens: Callable[[int, int, int], int]) -> int:
+        def capacities(role: Role) -> list[Identity]:
             # Of those that leave only while there is nobody else: the next ones are likely to be alike.
-            capacities = [worker.identity for worker in self.staying(role) or self.of_role(role)]
-            return max((max_tokens(c.num_blocks, c.block_size, c.max_model_len) for c in capacities), default=0)
+            return [worker.identity for worker in self.staying(role) or self.of_role(role)]
+
+        def roomiest(role: Role, max_tokens: Callable[[int, int, int], int]) -> int:
+            sizes = (max_tokens(c.num_blocks, c.block_size, c.max_model_len) for c in capacities(role))
+            return max(sizes, default=0)
 
         # A sequence may have to be computed anew by a prefill worker at any length, so the shorter role counts.
         contexts = [max(w.identity.max_model_len for w in self.of_role(role)) for role in Role if self.of_role(role)]
@@ -181,6 +184,7 @@ class Membership:
             max_prompt_tokens_prefill=roomiest(Role.PREFILL, max_prefill_tokens),
             max_prompt_tokens_decode=roomiest(Role.DECODE, max_decode_tokens),
             max_model_len=min(contexts, default=0),
+            decodes=tuple(DecodeCapacity(c.num_blocks, c.block_size, c.max_num_seqs) for c in capacities(Role.DECODE)),
         )
 
     def kv_cache_usage(self) -> float:

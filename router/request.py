@@ -106,13 +106,29 @@ class Dispatcher(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeCapacity:
+    """What an idle decode worker has room for."""
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+
+    def max_samples(self, num_prompt_tokens: int) -> int:
+        """With how many samples of one prompt it could begin: they share the prompt's whole blocks and have one more
+        each."""
+        return min(self.max_num_seqs, self.num_blocks - num_prompt_tokens // self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterLimits:
     """What the workers joined now could ever take. A limit of 0 means that no such worker has joined yet.
 
-    `max_prompt_tokens_*` is the largest prompt that the roomiest worker of that role can hold when it is idle.
+    `max_prompt_tokens_*` is the largest prompt that the roomiest worker of that role can hold when it is idle;
+    `decodes` are the decode workers.
     """
 
     ready: bool
     max_prompt_tokens_prefill: int
     max_prompt_tokens_decode: int
     max_model_len: int
+    decodes: tuple[DecodeCapacity, ...] = ()

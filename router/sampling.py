@@ -1,7 +1,7 @@
 """Checks and resolves sampling parameters: pure functions from the client's message to `Sampling`.
 
 `validation` calls `with_usable_defaults` when the router starts, and for each request `read_sampling` before it
-tokenizes, so that a bad value costs nothing, and `fit_to_room` after.
+tokenizes, so that a bad value costs nothing, and `check_samples` and `fit_to_room` after.
 """
 
 import secrets
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import structlog
 
-from router.request import Sampling
+from router.request import DecodeCapacity, Sampling
 from splitserve.models.description import ModelDescription
 from splitserve.service.errors import InvalidRequest
 from splitserve.v1 import inference_pb2 as pb
@@ -33,8 +33,10 @@ MAX_LOGPROBS = 20
 # A drawn seed stays below 2^53, so that it survives a JSON client on its way back.
 DRAWN_SEED_BITS = 53
 
+MAX_SAMPLES = 128
+
 MAX_TOKENS_TOO_LARGE = "MAX_TOKENS_TOO_LARGE"
-NOT_SUPPORTED = "NOT_SUPPORTED"
+TOO_MANY_SAMPLES = "TOO_MANY_SAMPLES"
 
 NumberName = Literal["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
 LogprobsName = Literal["logprobs", "prompt_logprobs"]
@@ -89,7 +91,7 @@ def read_sampling(params: pb.SamplingParams, model: ModelDescription, context_le
         stop=_stop_strings(params.stop),
         stop_token_ids=_stop_token_ids(params.stop_token_ids, model.vocab_size),
         ignore_eos=params.ignore_eos,
-        n=_one_sample(params),
+        n=_num_samples(params),
         repetition_penalty=_number(params, "repetition_penalty", model.default_repetition_penalty, 1.0),
         presence_penalty=_number(params, "presence_penalty", None, 0.0),
         frequency_penalty=_number(params, "frequency_penalty", None, 0.0),
@@ -119,14 +121,24 @@ def fit_to_room(sampling: Sampling, *, asked: bool, num_prompt_tokens: int, larg
     return replace(sampling, max_tokens=max_tokens)
 
 
-def _one_sample(params: pb.SamplingParams) -> int:
-    if params.HasField("n") and params.n != 1:
-        if params.n < 1:
-            raise _out_of_range("n", params.n, "at least 1")
+def check_samples(sampling: Sampling, num_prompt_tokens: int, decodes: Sequence[DecodeCapacity]) -> None:
+    """Raises InvalidRequest where no decode worker could ever begin with all samples of the prompt at once."""
+    most = max((decode.max_samples(num_prompt_tokens) for decode in decodes), default=sampling.n)
+    if sampling.n > max(most, 1):  # one sample is a matter of the prompt's length
         raise InvalidRequest(
-            f"n is {params.n}; only 1 is supported yet", field="sampling_params.n", reason=NOT_SUPPORTED
+            f"n is {sampling.n}; the prompt has {num_prompt_tokens} tokens, and beside them the decode workers "
+            f"can hold at most {max(most, 1)} samples",
+            field="sampling_params.n",
+            reason=TOO_MANY_SAMPLES,
         )
-    return 1
+
+
+def _num_samples(params: pb.SamplingParams) -> int:
+    if not params.HasField("n"):
+        return 1
+    if not 1 <= params.n <= MAX_SAMPLES:
+        raise _out_of_range("n", params.n, f"between 1 and {MAX_SAMPLES}")
+    return params.n
 
 
 def _number(params: pb.SamplingParams, name: NumberName, model_default: float | None, default: float) -> float:

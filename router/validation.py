@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from router.request import ClusterLimits, GenerationRequest
-from router.sampling import fit_to_room, read_sampling, with_usable_defaults
+from router.sampling import check_samples, fit_to_room, read_sampling, with_usable_defaults
 from router.tokenizing import TokenizerThreads, TokenizingLimits
 from splitserve.models.description import ModelDescription
 from splitserve.service.errors import InvalidRequest, NotFound
@@ -78,6 +78,7 @@ class RequestValidator:
         sampling = read_sampling(params, self._model, context_len)
         prompt_ids = await self._prompt_ids(message)
         self._check_prompt_len(len(prompt_ids), context_len, message.WhichOneof("prompt"))
+        check_samples(sampling, len(prompt_ids), self._limits().decodes)
         largest, limited_by = self._largest_sequence(context_len)
         return GenerationRequest(
             request_id=message.request_id,

@@ -22,6 +22,7 @@ def generate(
     /,
     *,
     max_tokens: Positive = 256,
+    n: Positive = 1,
     raw: bool = False,
     quiet: Annotated[bool, Parameter(alias="-q")] = False,
     request_id: str = "",
@@ -30,7 +31,8 @@ def generate(
 ) -> None:
     """Generate an answer to a prompt.
 
-    The text streams to stdout as it arrives; logprobs and statistics follow on stderr. Ctrl-C cancels the request. A
+    The text streams to stdout as it arrives; logprobs and statistics follow on stderr. Of several samples the first
+    streams, the others follow when all have ended, each below its number. Ctrl-C cancels the request. A
     model that has a chat template is asked with it; others, and every model with --raw, continue the text as it stands.
 
     Parameters
@@ -38,7 +40,9 @@ def generate(
     text
         The prompt. Without it, the prompt is read from stdin.
     max_tokens
-        End after this many tokens.
+        End each sample after this many tokens.
+    n
+        So many samples of the prompt's answer.
     raw
         Continue the text as it stands, without the model's chat template.
     quiet
@@ -48,19 +52,21 @@ def generate(
     """
     options = sampling.options(max_tokens, connection)
     options["request_id"] = request_id
+    if n > 1:
+        options["n"] = n
     prompt = text if text is not None else _read_prompt()
     with Client(connection.target) as client:
         is_question = not raw and client.model_info(timeout=options["timeout"]).has_chat_template
         turn: Message = {"role": "user", "content": prompt}
         with client.stream([turn] if is_question else prompt, **options) as stream:
-            statistics = print_stream(stream)
+            statistics = print_stream(stream, n)
     if not quiet:
         print(statistics, file=sys.stderr)  # noqa: T201
 
 
-def print_stream(stream: Stream) -> str:
+def print_stream(stream: Stream, num_samples: int = 1) -> str:
     """Writes the answer to stdout as it arrives, a line end after it even when it fails, and then to stderr the
-    logprobs that were asked for; returns its statistics."""
+    logprobs that were asked for; returns its statistics. Samples after the first are written when all have ended."""
     started = time.monotonic()
     first: float | None = None
     logprobs = LogprobTables()
@@ -69,26 +75,38 @@ def print_stream(stream: Stream) -> str:
             logprobs.add(chunk)
             if chunk.prompt_logprobs:
                 continue  # no token has come yet
-            first = time.monotonic() if first is None else first
-            sys.stdout.write(chunk.text)
-            sys.stdout.flush()
+            if first is None:
+                first = time.monotonic()
+                sys.stdout.write(_heading(0) if num_samples > 1 else "")
+            if chunk.index == 0:
+                sys.stdout.write(chunk.text)
+                sys.stdout.flush()
     finally:
         if first is not None:
             sys.stdout.write("\n")
             sys.stdout.flush()
     ended = time.monotonic()
+    for index, sample in enumerate(stream.result().samples[1:], start=1):
+        sys.stdout.write(f"{_heading(index)}{sample.text}\n")
+    sys.stdout.flush()
     for line in logprobs.lines():
         print(line, file=sys.stderr)  # noqa: T201
     return _statistics(stream.result(), (first or ended) - started, ended - started)
 
 
+def _heading(index: int) -> str:
+    return f"[{index}]\n"
+
+
 def _statistics(result: Generation, first_s: float, total_s: float) -> str:
-    speed = f", {(result.completion_tokens - 1) / (total_s - first_s):.1f} tokens/s" if total_s > first_s else ""
+    num_after_first = result.completion_tokens - len(result.samples)
+    speed = f", {num_after_first / (total_s - first_s):.1f} tokens/s" if total_s > first_s else ""
+    ends = ", ".join(sample.finish_reason for sample in result.samples)
     attempts = f", {result.attempts} attempts" if result.attempts > 1 else ""
     return (
         f"[{result.prompt_tokens} prompt tokens ({result.cached_tokens} cached), {result.completion_tokens} tokens in "
         f"{total_s:.2f} s, first after {first_s:.2f} s{speed}; "
-        f"end: {result.finish_reason}{attempts}; seed {result.seed}]"
+        f"end: {ends}{attempts}; seed {result.seed}]"
     )
 
 

@@ -1,5 +1,6 @@
 """Logprobs as lines to read, one token a line. Pure; `generate` and `chat` print them beside the answer."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from splitserve.client.types import Chunk, TokenLogprobs
@@ -10,20 +11,22 @@ class LogprobTables:
 
     def __init__(self) -> None:
         self._prompt: list[tuple[TokenLogprobs, str]] = []
-        self._answer: list[tuple[TokenLogprobs, str]] = []
+        self._answers = defaultdict[int, list[tuple[TokenLogprobs, str]]](list)
 
     def add(self, chunk: Chunk) -> None:
         self._prompt += [(entry, "") for entry in chunk.prompt_logprobs]
         if chunk.logprobs:
             # The text of several tokens is not told apart: it came with the last one.
-            self._answer += [(entry, "") for entry in chunk.logprobs[:-1]]
-            self._answer.append((chunk.logprobs[-1], repr(chunk.text)))
+            answer = self._answers[chunk.index]
+            answer += [(entry, "") for entry in chunk.logprobs[:-1]]
+            answer.append((chunk.logprobs[-1], repr(chunk.text)))
 
     def lines(self) -> Iterator[str]:
-        """A table of the prompt and one of the answer, each if its logprobs were asked for."""
-        for title, rows in (("prompt", self._prompt), ("answer", self._answer)):
-            if rows:
-                yield from _table(title, rows)
+        """A table of the prompt and one of each sample of the answer, each if its logprobs were asked for."""
+        if self._prompt:
+            yield from _table("prompt", self._prompt)
+        for index, rows in sorted(self._answers.items()):
+            yield from _table("answer" if len(self._answers) == 1 else f"[{index}]", rows)
 
 
 def _table(title: str, rows: Sequence[tuple[TokenLogprobs, str]]) -> Iterator[str]:

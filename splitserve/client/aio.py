@@ -26,14 +26,14 @@ class _GenerateRpc(Protocol):
 class AsyncStream:
     """One answer as it arrives: iterate for chunks; `await result()` for the whole.
 
-    Closing it early cancels the request. Every method raises the SplitserveError that ended the answer, however much of
-    it had arrived before.
+    Chunks of several samples are mixed, as they come; `index` tells whose. Closing it early cancels the
+    request. Every method raises the SplitserveError that ended the answer, however much of it had arrived before.
     """
 
-    def __init__(self, call: _GenerateRpc) -> None:
+    def __init__(self, call: _GenerateRpc, num_samples: int = 1) -> None:
         self._call = call
         self._responses = call.__aiter__()
-        self._fold = Fold()
+        self._fold = Fold(num_samples)
 
     def __aiter__(self) -> AsyncIterator[Chunk]:
         return self
@@ -109,7 +109,8 @@ class AsyncClient:
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncStream:
         """Use it in an `async with` block: leaving the block cancels what has not arrived."""
         call = requests.generate_call(prompt, options, self._timeout_s)
-        return AsyncStream(self._stub.Generate(call.request, timeout=call.timeout_s, metadata=call.metadata))
+        rpc = self._stub.Generate(call.request, timeout=call.timeout_s, metadata=call.metadata)
+        return AsyncStream(rpc, call.num_samples)
 
     async def chat(self, messages: Sequence[Message], **options: Unpack[GenerateOptions]) -> Generation:
         return await self.generate(messages, **options)

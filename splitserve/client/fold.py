@@ -1,27 +1,46 @@
 """Folds the messages of one answer into chunks and, at its end, a Generation. No I/O; a stream of a client owns one."""
 
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 
-from splitserve.client.types import Chunk, Generation, TokenLogprobs
+from splitserve.client.types import Chunk, Generation, Sample, TokenLogprobs
 from splitserve.service.errors import Cancelled, Internal, SplitserveError
 from splitserve.v1 import inference_pb2
 
 TRUNCATED_STREAM = "TRUNCATED_STREAM"
+ODD_SAMPLE = "ODD_SAMPLE"
+
+
+class _SampleFold:
+    def __init__(self) -> None:
+        self._chunks: list[Chunk] = []
+        self.complete: inference_pb2.GenerateComplete | None = None
+
+    def add(self, chunk: Chunk) -> None:
+        self._chunks.append(chunk)
+
+    def sample(self, complete: inference_pb2.GenerateComplete) -> Sample:
+        return Sample(
+            text="".join(chunk.text for chunk in self._chunks),
+            token_ids=tuple(token_id for chunk in self._chunks for token_id in chunk.token_ids),
+            finish_reason=complete.finish_reason,
+            matched_stop=_matched_stop(complete),
+            completion_tokens=complete.completion_tokens,
+            logprobs=tuple(entry for chunk in self._chunks for entry in chunk.logprobs),
+        )
 
 
 class Fold:
-    """The state of one answer: open, then complete or failed, for good.
+    """The state of one answer of `num_samples`: open, then complete or failed, for good.
 
-    An answer is complete only when the server said `complete` and then closed the stream without an error: anything
-    else is an error, however much text has arrived.
+    An answer is complete only when the server said `complete` of every sample and then closed the stream without an
+    error: anything else is an error, however much text has arrived.
     """
 
-    def __init__(self) -> None:
-        self._text: list[str] = []
-        self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
+    def __init__(self, num_samples: int = 1) -> None:
+        self._num_samples = num_samples
+        self._samples = defaultdict[int, _SampleFold](_SampleFold)
         self._prompt_logprobs: list[TokenLogprobs] = []
-        self._complete: inference_pb2.GenerateComplete | None = None
         self._request_id = ""
         self._outcome: Generation | SplitserveError | None = None
 
@@ -32,29 +51,36 @@ class Fold:
     def add(self, response: inference_pb2.GenerateResponse) -> Chunk | None:
         """The chunk that `response` brings, or None where it brings none."""
         self._request_id = response.request_id
-        if response.WhichOneof("response") == "complete":
-            self._complete = response.complete
-        elif response.WhichOneof("response") == "chunk":
-            chunk = Chunk(
-                text=response.chunk.text,
-                token_ids=tuple(response.chunk.token_ids),
-                logprobs=_logprobs(response.chunk.logprobs),
-                prompt_logprobs=_logprobs(response.chunk.prompt_logprobs),
-            )
-            self._text.append(chunk.text)
-            self._token_ids.extend(chunk.token_ids)
-            self._logprobs.extend(chunk.logprobs)
-            self._prompt_logprobs.extend(chunk.prompt_logprobs)
-            return chunk
-        return None
+        kind = response.WhichOneof("response")
+        if kind is None:
+            return None
+        if not 0 <= response.index < self._num_samples:
+            self.fail(Internal(f"the answer has a sample {response.index}, of {self._num_samples}", reason=ODD_SAMPLE))
+            return None
+        sample = self._samples[response.index]
+        if kind == "complete":
+            sample.complete = response.complete
+            return None
+        chunk = Chunk(
+            text=response.chunk.text,
+            token_ids=tuple(response.chunk.token_ids),
+            logprobs=_logprobs(response.chunk.logprobs),
+            prompt_logprobs=_logprobs(response.chunk.prompt_logprobs),
+            index=response.index,
+        )
+        sample.add(chunk)
+        self._prompt_logprobs.extend(chunk.prompt_logprobs)
+        return chunk
 
     def end(self) -> None:
         """The server closed the stream with status OK. Raises Internal where the answer had no end of its own."""
-        if self._complete is None:
+        folds = [fold for _, fold in sorted(self._samples.items())]
+        completes = [fold.complete for fold in folds if fold.complete is not None]
+        if len(completes) < self._num_samples:
             self.fail(Internal("the stream ended before the answer was complete", reason=TRUNCATED_STREAM))
             self.result()
-        else:
-            self._outcome = self._generation(self._complete)
+        elif self.is_open:
+            self._outcome = self._generation(folds, completes)
 
     def fail(self, error: SplitserveError) -> None:
         if self.is_open:
@@ -73,19 +99,18 @@ class Fold:
             raise self._outcome
         return self._outcome
 
-    def _generation(self, complete: inference_pb2.GenerateComplete) -> Generation:
+    def _generation(
+        self, folds: Sequence[_SampleFold], completes: Sequence[inference_pb2.GenerateComplete]
+    ) -> Generation:
+        first = completes[0]
         return Generation(
-            text="".join(self._text),
-            token_ids=tuple(self._token_ids),
-            finish_reason=complete.finish_reason,
-            matched_stop=_matched_stop(complete),
-            prompt_tokens=complete.prompt_tokens,
-            completion_tokens=complete.completion_tokens,
-            cached_tokens=complete.cached_tokens,
-            seed=complete.seed,
-            attempts=complete.attempts,
+            samples=tuple(fold.sample(complete) for fold, complete in zip(folds, completes, strict=True)),
+            prompt_tokens=first.prompt_tokens,
+            completion_tokens=sum(complete.completion_tokens for complete in completes),
+            cached_tokens=first.cached_tokens,
+            seed=first.seed,
+            attempts=max(complete.attempts for complete in completes),
             request_id=self._request_id,
-            logprobs=tuple(self._logprobs),
             prompt_logprobs=tuple(self._prompt_logprobs),
         )
 

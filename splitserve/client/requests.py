@@ -32,6 +32,12 @@ class GenerateCall:
     timeout_s: float
     metadata: tuple[tuple[str, str], ...]
 
+    @property
+    def num_samples(self) -> int:
+        """How many the answer has if the router accepts the request."""
+        params = self.request.sampling_params
+        return max(params.n, 1) if params.HasField("n") else 1
+
 
 def generate_call(prompt: Prompt, options: GenerateOptions, default_timeout_s: float) -> GenerateCall:
     """Raises InvalidRequest for values that cannot travel and TypeError for an option that does not exist."""

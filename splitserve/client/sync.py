@@ -24,13 +24,13 @@ class _GenerateRpc(Protocol):
 class Stream:
     """One answer as it arrives: iterate for chunks; `result()` for the whole.
 
-    Closing it early cancels the request. Every method raises the SplitserveError that ended the answer, however much of
-    it had arrived before.
+    Chunks of several samples are mixed, as they come; `index` tells whose. Closing it early cancels the
+    request. Every method raises the SplitserveError that ended the answer, however much of it had arrived before.
     """
 
-    def __init__(self, call: _GenerateRpc) -> None:
+    def __init__(self, call: _GenerateRpc, num_samples: int = 1) -> None:
         self._call = call
-        self._fold = Fold()
+        self._fold = Fold(num_samples)
 
     def __iter__(self) -> Iterator[Chunk]:
         return self
@@ -92,7 +92,8 @@ class Client:
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
         """Use it in a `with` block: leaving the block cancels what has not arrived."""
         call = requests.generate_call(prompt, options, self._timeout_s)
-        return Stream(self._stub.Generate(call.request, timeout=call.timeout_s, metadata=call.metadata))
+        rpc = self._stub.Generate(call.request, timeout=call.timeout_s, metadata=call.metadata)
+        return Stream(rpc, call.num_samples)
 
     def chat(self, messages: Sequence[Message], **options: Unpack[GenerateOptions]) -> Generation:
         return self.generate(messages, **options)

@@ -20,9 +20,9 @@ class SamplingOptions(TypedDict, total=False):
     """How tokens are chosen and when a sample ends; what is left out takes the model's own default.
 
     `temperature` 0 is greedy. `max_tokens` absent: until end-of-sequence or the end of the context. `seed` absent:
-    drawn by the router and told in `Generation.seed`. `logprobs` and `prompt_logprobs`: how many of the likeliest
-    tokens are told with each token of the output and of the prompt; 0 is its own logprob alone. docs/api.md lists the
-    ranges; the router checks them.
+    drawn by the router and told in `Generation.seed`. `n` samples of one prompt, 1 unless given. `logprobs` and
+    `prompt_logprobs`: how many of the likeliest tokens are told with each token of the output and of the prompt; 0 is
+    its own logprob alone. docs/api.md lists the ranges; the router checks them.
     """
 
     temperature: float | None
@@ -38,6 +38,7 @@ class SamplingOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int] | None
     ignore_eos: bool | None
     seed: int | None
+    n: int | None
     logit_bias: Mapping[int, float] | None
     logprobs: int | None
     prompt_logprobs: int | None
@@ -73,7 +74,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What is new since the last chunk. `text` may be empty while a character is still incomplete.
+    """What is new of sample `index` since its last chunk. `text` may be empty while a character is still incomplete.
 
     `logprobs` has an entry for each of `token_ids`, if asked for. Chunks with `prompt_logprobs` come first and bring
     nothing else; together they have an entry for each token of the prompt.
@@ -83,30 +84,61 @@ class Chunk:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
-    """A complete answer.
+class Sample:
+    """One of a prompt's answers.
 
     `finish_reason` is "stop", "length", "tool_calls" or "abort". `matched_stop` is the stop string or the stop token id
-    that ended the answer, if one did. `cached_tokens` of the prompt came from a prefix cache. `attempts` is 1 when
-    nothing went wrong. `logprobs` and `prompt_logprobs` have an entry for each token of output and prompt, if asked
-    for.
+    that ended it, if one did. `logprobs` has an entry for each token, if asked for.
     """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
     matched_stop: str | int | None
+    completion_tokens: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A complete answer: `samples`, n of them in order of their index; `text` and what belongs to it are the first's.
+
+    `completion_tokens` is the sum over all samples. `cached_tokens` of the prompt came from a prefix cache. `attempts`
+    is 1 when nothing went wrong. `prompt_logprobs` has an entry for each token of the prompt, if asked for.
+    """
+
+    samples: tuple[Sample, ...]
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     seed: int
     attempts: int
     request_id: str
-    logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+    @property
+    def text(self) -> str:
+        return self.samples[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.samples[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        return self.samples[0].finish_reason
+
+    @property
+    def matched_stop(self) -> str | int | None:
+        return self.samples[0].matched_stop
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...]:
+        return self.samples[0].logprobs
 
 
 @dataclass(frozen=True, slots=True)

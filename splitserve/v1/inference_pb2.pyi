@@ -187,6 +187,7 @@ class SamplingParams(_message.Message):
     seed: _builtins.int
     """Absent: drawn by the router."""
     n: _builtins.int
+    """Samples of the one prompt, 1 to 128, drawn apart from each other; their messages are mixed, `index` tells whose."""
     logprobs: _builtins.int
     """So many of the likeliest tokens with every output token, and with every prompt token; 0 is the token's own logprob
     alone, absent is none at all.
@@ -420,13 +421,14 @@ class GenerateComplete(_message.Message):
     matched_stop_string: _builtins.str
     matched_stop_token_id: _builtins.int
     prompt_tokens: _builtins.int
+    """The prompt's, once for all samples, although each `complete` says it; and those of this sample."""
     completion_tokens: _builtins.int
     cached_tokens: _builtins.int
     """Prompt tokens whose KV was taken from a prefix cache instead of being computed."""
     seed: _builtins.int
     """The seed in force: the request's own, or the one that the router drew."""
     attempts: _builtins.int
-    """How many attempts it took, 1 when nothing went wrong."""
+    """How many attempts the request had taken by then, 1 when nothing went wrong."""
     def __init__(
         self,
         *,

@@ -96,6 +96,14 @@ def test_logprobs_were_asked_for_uninvited(router: FakeRouter) -> None:
     assert {field.name for field, _ in params.ListFields()} == {"max_tokens"}
 
 
+def test_samples_were_lost_or_mixed(router: FakeRouter) -> None:
+    done = run("generate", "three", "--n", "3", "--target", router.target)
+    assert (done.returncode, done.stdout) == (0, "[0]\naaa\n[1]\nb\n[2]\nccc\n")
+    assert "5 tokens" in done.stderr
+    assert "end: length, stop, length, 3 attempts" in done.stderr
+    assert router.requests[0].sampling_params.n == 3
+
+
 TABLES = """\
  prompt   token   logprob  likeliest in its place
       0       5

@@ -161,6 +161,19 @@ async def _logprobs(_: FakeRouter) -> AsyncIterator[Response]:
     yield complete()
 
 
+async def _three(_: FakeRouter) -> AsyncIterator[Response]:
+    def of(index: int, response: Response) -> Response:
+        response.index = index
+        return response
+
+    for index in (1, 0, 2):
+        yield of(index, chunk("abc"[index], index))
+    yield of(1, complete(completion_tokens=1, finish_reason="stop", matched_stop_string="."))
+    for index in (2, 0):
+        yield of(index, chunk("abc"[index] * 2, 10 + index))
+        yield of(index, complete(completion_tokens=2, attempts=index + 1))
+
+
 async def _slow_prompt(_: FakeRouter) -> AsyncIterator[Response]:
     """Its logprobs come at once, the answer 0.3 s later."""
     entry = inference_pb2.TokenLogprobs(token_id=5)
@@ -173,6 +186,7 @@ async def _slow_prompt(_: FakeRouter) -> AsyncIterator[Response]:
 SCRIPTS: dict[str, Callable[[FakeRouter], AsyncIterator[Response]]] = {
     "stop token": _stop_token,
     "logprobs": _logprobs,
+    "three": _three,
     "slow prompt": _slow_prompt,
     "refuse": _refuse,
     "fail midway": _fail_midway,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from splitserve import AsyncClient, Client
-from splitserve.client.types import Chunk, Generation, TokenLogprobs
+from splitserve.client.types import Chunk, Generation, Sample, TokenLogprobs
 from splitserve.service import errors
 from tests.client.fake_router import ECHO_IDS, WORDS, FakeRouter
 
@@ -26,9 +26,9 @@ class Blocking:
     async def chat(self, messages: Any, **options: Any) -> Generation:
         return await asyncio.to_thread(lambda: self.client.chat(messages, **options))
 
-    async def chunks(self, prompt: Any, seen: list[Chunk]) -> Generation:
+    async def chunks(self, prompt: Any, seen: list[Chunk], **options: Any) -> Generation:
         def read() -> Generation:
-            with self.client.stream(prompt) as stream:
+            with self.client.stream(prompt, **options) as stream:
                 seen.extend(stream)
                 return stream.result()
 
@@ -52,8 +52,8 @@ class Blocking:
 
 
 class Asyncio(AsyncClient):
-    async def chunks(self, prompt: Any, seen: list[Chunk]) -> Generation:
-        async with self.stream(prompt) as stream:
+    async def chunks(self, prompt: Any, seen: list[Chunk], **options: Any) -> Generation:
+        async with self.stream(prompt, **options) as stream:
             async for chunk in stream:
                 seen.append(chunk)  # noqa: PERF401, what came before an error has to be kept
             return await stream.result()
@@ -73,10 +73,7 @@ async def client(request: pytest.FixtureRequest, router: FakeRouter) -> AsyncIte
 async def test_result_lost_some_of_what_the_router_said(client: Any) -> None:
     result = await client.generate("Where?", max_tokens=4)
     assert result == Generation(
-        text="Washington, D.C.",
-        token_ids=(0, 1, 2, 3),
-        finish_reason="stop",
-        matched_stop="\n",
+        samples=(Sample("Washington, D.C.", (0, 1, 2, 3), "stop", "\n", 4),),
         prompt_tokens=3,
         completion_tokens=4,
         cached_tokens=2,
@@ -84,6 +81,26 @@ async def test_result_lost_some_of_what_the_router_said(client: Any) -> None:
         attempts=2,
         request_id="echoed",
     )
+
+
+async def test_samples_were_mixed_up(client: Any) -> None:
+    """C65: messages of three samples arrive mixed; a sample that ends early takes nobody with it."""
+    chunks: list[Chunk] = []
+    result = await client.chunks("three", chunks, n=3)
+    assert [(chunk.index, chunk.text) for chunk in chunks] == [(1, "b"), (0, "a"), (2, "c"), (2, "cc"), (0, "aa")]
+    assert result.samples == (
+        Sample("aaa", (0, 10), "length", None, 2),
+        Sample("b", (1,), "stop", ".", 1),
+        Sample("ccc", (2, 12), "length", None, 2),
+    )
+    assert (result.text, result.completion_tokens, result.prompt_tokens, result.attempts) == ("aaa", 5, 3, 3)
+
+
+@pytest.mark.parametrize(("num", "reason"), [(4, "TRUNCATED_STREAM"), (2, "ODD_SAMPLE")])
+async def test_answer_with_other_samples_than_asked_for_was_taken_as_whole(client: Any, num: int, reason: str) -> None:
+    with pytest.raises(errors.Internal) as caught:
+        await client.generate("three", n=num)
+    assert caught.value.reason == reason
 
 
 async def test_logprob_was_lost_or_changed(client: Any) -> None:

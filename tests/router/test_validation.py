@@ -8,7 +8,7 @@ import grpc
 import pytest
 import structlog.testing
 
-from router.request import ClusterLimits
+from router.request import ClusterLimits, DecodeCapacity, FinishReason, TokenEvent
 from router.sampling import MAX_STOP_CHARS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from router.validation import RequestValidator
 from splitserve.service.errors import InvalidRequest
@@ -49,9 +49,9 @@ BAD_SAMPLING: list[tuple[str, dict[str, Any], str]] = [
         for value in (-1, 300, 2**40, 2**63 - 1)
     ),
     ("stop_token_ids", {"stop_token_ids": [1] * (MAX_STOP_TOKEN_IDS + 1)}, "129 ids"),
-    ("n", {"n": 0}, "at least 1"),
-    ("n", {"n": -1}, "at least 1"),
-    ("n", {"n": 2}, "only 1 is supported yet"),
+    ("n", {"n": 0}, "between 1 and 128"),
+    ("n", {"n": -1}, "between 1 and 128"),
+    ("n", {"n": 129}, "between 1 and 128"),
     *(
         (name, {name: value}, f"{name} is {value}; it must be between 0 and 20")
         for name in ("logprobs", "prompt_logprobs")
@@ -225,6 +225,8 @@ async def test_the_models_own_defaults_lie_under_what_the_request_says() -> None
         ({"stop": ["a", "b", "a"]}, "stop", ("a", "b")),
         ({"stop_token_ids": [0, 299, 0]}, "stop_token_ids", (0, 299)),
         ({"n": 1}, "n", 1),
+        ({"n": 128}, "n", 128),
+        ({}, "n", 1),
         ({"repetition_penalty": 0.01}, "repetition_penalty", 0.01),
         ({"repetition_penalty": 10.0}, "repetition_penalty", 10.0),
         ({"presence_penalty": -2.0}, "presence_penalty", -2.0),
@@ -270,6 +272,32 @@ async def test_output_outgrows_the_smaller_pool(prefill: int, decode: int, small
         assert f"the {smaller} workers allow 40 tokens, so at most 10 can be generated" in error.message
         assert [message async for message in edge.generate(text="x" * 30, sampling_params={"max_tokens": 10})]
         assert [message async for message in edge.generate(text="x" * 30)]
+
+
+@pytest.mark.parametrize(
+    ("decodes", "most"),
+    [
+        ([DecodeCapacity(num_blocks=9, block_size=10, max_num_seqs=50)], 6),
+        ([DecodeCapacity(num_blocks=99, block_size=10, max_num_seqs=4)], 4),
+        ([DecodeCapacity(9, 10, 50), DecodeCapacity(99, 10, 4), DecodeCapacity(9, 20, 50)], 8),
+        ([], 128),
+    ],
+    ids=["blocks", "sequences", "roomiest", "nobody yet"],
+)
+async def test_more_samples_than_any_worker_could_hold_wait(decodes: list[DecodeCapacity], most: int) -> None:
+    """C65: a prompt of 39 tokens has 3 whole blocks of 10, which its samples share."""
+    limits = ClusterLimits(True, 0, 0, 0, tuple(decodes))
+    async with running(Edge(limits=lambda: limits)) as edge:
+        if decodes:
+            error = from_rpc_error(await edge.refusal(text="x" * 39, sampling_params={"n": most + 1}))
+            assert f"n is {most + 1}; the prompt has 39 tokens" in error.message
+            assert f"can hold at most {most} samples" in error.message
+            assert (error.reason, error.field) == ("TOO_MANY_SAMPLES", "sampling_params.n")
+        edge.dispatcher.script = lambda request: [
+            TokenEvent(sample, 0, 65, FinishReason.LENGTH) for sample in range(request.sampling.n)
+        ]
+        messages = [message async for message in edge.generate(text="x" * 39, sampling_params={"n": most})]
+        assert sorted(message.index for message in messages if message.HasField("complete")) == list(range(most))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ process.
 import logging
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -17,12 +16,10 @@ from router.config import RouterConfig
 from router.join import ClusterServicer
 from router.membership import Membership
 from router.metrics import Outcome, RouterMetrics
-from router.request import GenerationRequest
 from router.server import InferenceServicer
 from router.serving import Serving
 from router.validation import RequestValidator
 from splitserve.v1 import cluster_pb2 as pb
-from splitserve.v1 import inference_pb2 as pb_public
 from tests.kvtransfer.fake_link import Parcel
 from tests.router.fakes import ByteTokenizer, PieceDetokenizer
 from tests.simulation.client import Client, Options
@@ -63,17 +60,6 @@ class CountedOutcomes(RouterMetrics):
         self.outcomes[outcome] += 1
 
 
-class SeveralSamples(RequestValidator):
-    """Lets requests for several samples pass, which everything behind the public edge can serve."""
-
-    async def validate(self, message: pb_public.GenerateRequest, **others: Any) -> GenerationRequest:
-        alone = pb_public.GenerateRequest()
-        alone.CopyFrom(message)
-        alone.sampling_params.n = 1
-        request = await super().validate(alone, **others)
-        return replace(request, sampling=replace(request.sampling, n=message.sampling_params.n))
-
-
 class Cluster:
     def __init__(self, config: RouterConfig = PLENTY) -> None:
         # Log records cost more than all else here.
@@ -90,7 +76,7 @@ class Cluster:
         self.metrics = CountedOutcomes()
         self.membership = Membership(config, MODEL.name, MODEL.revision)
         self.dispatcher = WatchedDispatcher(config, self.membership, self.metrics)
-        self._validator = SeveralSamples(MODEL, ByteTokenizer(), self.membership.limits)
+        self._validator = RequestValidator(MODEL, ByteTokenizer(), self.membership.limits)
         serving = Serving(
             detokenizer=PieceDetokenizer([bytes([65 + token]) for token in range(VOCAB_SIZE)]),
             validator=self._validator,

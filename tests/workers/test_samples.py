@@ -1,28 +1,34 @@
 """Several samples of one attempt: one prefill, one transfer, shared blocks, and a text for each as if it were alone."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from kvtransfer import events
 from kvtransfer.ticket import Ticket
+from splitserve.engine.sampling_params import SamplingParams
 from splitserve.service.reasons import Reason
 from splitserve.worker import commands, messages, reports
+from tests.reference import greedy, sampled
 from tests.workers.pair import Pair, limits
 from tests.workers.test_hand_off import B, prompt_of
 
 MakePair = Callable[..., Pair]
+Tiny = Callable[[str], Path]
 
 
-def begin(pair: Pair, prompt: list[int], samples: Sequence[messages.Sample], **changes: object) -> str:
+def begin(
+    pair: Pair, prompt: list[int], samples: Sequence[messages.Sample], attempt: str = "a", **changes: object
+) -> str:
     """Asks both sides for these samples, as a router would."""
     start = messages.Start(prompt, list(samples), limits(**changes))
-    pair.decode.inbox.put(commands.Reserve(1, "a", start, 60.0))
-    pair.until(lambda: pair.ticket("a") is not None or bool(pair.decode.said(reports.Refused)))
-    if pair.ticket("a") is not None:
-        pair.prefill.inbox.put(commands.Prefill(1, "a", start, pair.ticket("a"), 60.0))
-    return "a"
+    pair.decode.inbox.put(commands.Reserve(1, attempt, start, 60.0))
+    pair.until(lambda: pair.ticket(attempt) is not None or bool(pair.decode.said(reports.Refused)))
+    if pair.ticket(attempt) is not None:
+        pair.prefill.inbox.put(commands.Prefill(1, attempt, start, pair.ticket(attempt), 60.0))
+    return attempt
 
 
 def texts(pair: Pair, count: int) -> dict[int, list[int]]:
@@ -48,6 +54,54 @@ def test_samples_disturb_one_another(length: int, make_pair: MakePair) -> None:
         begin(alone, prompt, [messages.Sample(index, [])], **options)
         alone.until(lambda p=alone: p.is_finished("a"))
         assert [token.token_id for token in alone.tokens("a")] == text
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.95, "frequency_penalty": 0.5}]
+)
+def test_sample_set_differs_from_one_process(options: dict[str, float], tiny: Tiny, make_pair: MakePair) -> None:
+    """C65: the set is that of single runs of the reference, one per index; greedy samples are all equal."""
+    pair, prompt = make_pair(), prompt_of(2 * B + 3)
+    begin(pair, prompt, [messages.Sample(index, []) for index in range(3)], max_tokens=12, seed=9, **options)
+    together = texts(pair, 3)
+    params = SamplingParams(max_tokens=12, seed=9, ignore_eos=True, **options)
+    for index, text in together.items():
+        assert text == sampled(tiny("llama"), prompt, params, sample_index=index)
+    if options["temperature"] == 0.0:
+        assert together[0] == together[1] == together[2] == greedy(tiny("llama"), prompt, 12)
+
+
+@pytest.mark.parametrize("length", [B - 1, 3 * B, 3 * B + 5])
+def test_each_sample_holds_the_prompt_for_itself(length: int, make_pair: MakePair) -> None:
+    """Whole blocks of the prompt are held once, however many samples read them; the rest once per sample."""
+    pair = make_pair()
+    begin(pair, prompt_of(length), [messages.Sample(index, []) for index in range(5)], max_tokens=500)
+    pair.until(lambda: len(pair.decode.engine._running) == 5)
+    counts = pair.decode.allocator.counts
+    assert counts.in_use == length // B + 5
+    first, *others = [sequence.blocks for sequence in pair.decode.engine._running]
+    for blocks in others:
+        assert blocks[: length // B] == first[: length // B]
+        assert not set(blocks[length // B :]) & set(first)
+    pair.decode.inbox.put(commands.Release("a", "test"))
+    pair.assert_drained()
+
+
+def test_cached_prompt_is_sent_again_or_changes_the_samples(make_pair: MakePair) -> None:
+    """The second set of samples finds the prompt's whole blocks in decode's cache: they are pinned once, not sent, and
+    read by every sample."""
+    pair, prompt = make_pair(), prompt_of(3 * B + 5)
+    options = {"max_tokens": 9, "temperature": 1.0, "seed": 5}
+    begin(pair, prompt, [messages.Sample(index, []) for index in range(3)], **options)
+    cold = texts(pair, 3)
+    sent = pair.prefill.agent.stats().bytes_sent
+    pair.assert_drained()
+    begin(pair, prompt, [messages.Sample(index, []) for index in range(3)], attempt="b", **options)
+    pair.until(lambda: sum(bool(token.finish_reason) for token in pair.tokens("b")) == 3)
+    warm = {i: [t.token_id for t in pair.tokens("b") if t.sample == i] for i in range(3)}
+    assert warm == cold
+    assert pair.prefill.agent.stats().bytes_sent - sent == pair.decode.runner.layout.block_nbytes
+    pair.assert_drained()
 
 
 def test_released_samples_leave_shared_blocks_behind(make_pair: MakePair) -> None:

@@ -1,0 +1,67 @@
+"""Several samples of one prompt through real processes, as the Python client and gRPC have them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from splitserve.engine.sampling_params import SamplingParams
+from splitserve.service.errors import InvalidRequest
+from tests.cluster.harness import Cluster
+from tests.cluster.test_exact import prompt_of
+from tests.reference import greedy, sampled
+from tests.tiny_models import EOS_TOKEN_ID
+
+pytestmark = pytest.mark.cluster
+
+Tiny = Callable[[str], Path]
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+
+
+def test_sample_set_differs_from_one_process(pair: Cluster, tiny: Tiny) -> None:
+    """C65: three choices with their indices, each as if it were alone, ending when it likes."""
+    prompt, params = (
+        prompt_of(70),
+        SamplingParams(max_tokens=40, temperature=1.0, seed=3, logit_bias=((EOS_TOKEN_ID, 3.0),)),
+    )
+    expected = [sampled(tiny("llama"), prompt, params, sample_index=index) for index in range(3)]
+    assert len({len(text) for text in expected}) > 1
+    options = {"n": 3, "max_tokens": 40, "temperature": 1.0, "seed": 3, "logit_bias": {EOS_TOKEN_ID: 3.0}}
+    for _ in range(2):
+        answer = pair.client.generate(prompt, **options)
+        assert [list(sample.token_ids) for sample in answer.samples] == expected
+    assert answer.completion_tokens == sum(map(len, expected))
+    assert answer.prompt_tokens == len(prompt)
+    pair.wait_drained()
+
+
+def test_samples_are_sent_or_billed_once_each(pair: Cluster, tiny: Tiny) -> None:
+    """One transfer carries the prompt for all samples, and the metrics count its tokens once."""
+    costs = []
+    for number, n in enumerate((1, 5)):
+        prompt = prompt_of(90, 100 + number)
+        names = ("splitserve_prompt_tokens_total", "splitserve_generation_tokens_total")
+        before = (pair.kv_bytes(), [pair.metric(name) for name in names])
+        answer = pair.client.generate(prompt, n=n, max_tokens=6, logprobs=0, prompt_logprobs=0, **GREEDY)
+        assert [list(sample.token_ids) for sample in answer.samples] == [greedy(tiny("llama"), prompt, 6)] * n
+        assert [len(sample.logprobs) for sample in answer.samples] == [6] * n
+        assert len(answer.prompt_logprobs) == 90
+        pair.wait_drained()
+        after = (pair.kv_bytes(), [pair.metric(name) for name in names])
+        assert [later - earlier for later, earlier in zip(after[1], before[1], strict=True)] == [90, 6 * n]
+        costs.append([later - earlier for later, earlier in zip(after[0], before[0], strict=True)])
+    assert costs[0] == costs[1]
+    assert costs[0][0] > 0
+
+
+def test_leaving_in_the_middle_leaves_samples_running(pair: Cluster) -> None:
+    with pair.client.stream(prompt_of(40), n=4, max_tokens=900, **GREEDY) as stream:
+        seen = {next(stream).index for _ in range(40)}
+    assert seen == {0, 1, 2, 3}
+    pair.wait_drained()
+
+
+def test_more_samples_than_there_is_room_for_wait(pair: Cluster) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        pair.client.generate(prompt_of(40), n=128, max_tokens=4)
+    assert caught.value.reason == "TOO_MANY_SAMPLES"
