@@ -1,4 +1,4 @@
-"""The Generate calls that are under way: counted in and out by `server`, and all ended by the composition root."""
+"""The Generate calls that are under way: counted in and out by `serving`, and all ended by the composition root."""
 
 import asyncio
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """Why an attempt was lost: what a worker's word means for the request, and whose word counts when both speak.
 
-Called by `attempt`; no state.
+Called by `attempt`; `flow` catches its `AttemptLostError`. No state.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,9 @@
 """Late binding: grants what waits in the queue a pair of workers as soon as one has room.
 
 Runs on the event loop, never waits: the queue is looked through when someone joins it, and soon after every change of
-load or membership.
+load or membership. `serving` submits a request and gets its `RequestFlow`, which joins the queue once for each attempt;
+`scheduler` decides, and the grant is an `Attempt`. Owns the queue, and makes every attempt and leg; the workers'
+sessions are `membership`'s.
 """
 
 import asyncio

@@ -2,6 +2,9 @@
 
 Everything that goes wrong after admission takes the same way: the attempt is lost, and the next one continues from the
 prompt and the outputs that the client already has. Runs in the task of the client's call.
+
+Made by `dispatcher`, which grants its attempts, and iterated by `serving`. Owns the outputs so far and the request's
+`failures`; an attempt sees both through `carried`.
 """
 
 import asyncio

@@ -1,4 +1,8 @@
-"""What the workers of one attempt say, in the order in which it came; read by the attempt's task alone."""
+"""What the workers of one attempt say, in the order in which it came.
+
+Made by `dispatcher`, one for an attempt and all its legs, which put in what their workers say; read by the attempt's
+task alone, through `patience` where a word is owed and `causes` where another one may explain it.
+"""
 
 import asyncio
 from collections import deque

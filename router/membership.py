@@ -1,6 +1,7 @@
 """Who has joined this router: the sessions, their liveness, and what the cluster as a whole can do.
 
-State of the event loop's thread. `join` adds sessions and feeds them; `flow` reads them through this class alone.
+State of the event loop's thread. `join` adds sessions and feeds them; `dispatcher` places
+attempts on them, and every attempt and leg hears of the end of its own.
 """
 
 import asyncio

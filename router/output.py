@@ -1,4 +1,7 @@
-"""One sample's output as the client sees it: token events in, chunks and the final word out. No network in here."""
+"""One sample's output as the client sees it: token events in, chunks and the final word out. No network in here.
+
+Made by `serving`, one for each sample.
+"""
 
 from dataclasses import dataclass
 

@@ -1,6 +1,7 @@
 """The one long queue of the cluster: bounded, ordered, and where a dead client or a deadline is acted on.
 
-Re-attempts go before new work, then higher priority, then earlier arrival. State of the event loop's thread.
+Re-attempts go before new work, then higher priority, then earlier arrival. Owned by `dispatcher`; state of
+the event loop's thread.
 """
 
 import asyncio

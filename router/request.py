@@ -1,7 +1,7 @@
 """A request as the router knows it, and the seam between the public edge and the cluster.
 
-`validation` makes a `GenerationRequest`, `server` submits it to a `Dispatcher` (implemented by `flow`) and reads the
-`Generation` it gets back. Nothing here knows gRPC, HTTP or a worker.
+`validation` makes a `GenerationRequest`, `serving` submits it to a `Dispatcher` (`dispatcher` is the one) and
+reads the `Generation` it gets back (`flow`). Nothing here knows gRPC, HTTP or a worker.
 """
 
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""Puts what two workers say of an attempt's samples into order."""
+"""Puts what two workers say of an attempt's samples into order: each position once. Owned by `attempt`."""
 
 from collections.abc import Iterable, Iterator, Mapping
 

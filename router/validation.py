@@ -1,6 +1,6 @@
 """Turns a client's `GenerateRequest` into a `GenerationRequest`, or refuses it with the true numbers.
 
-`server` calls it before anything else: no worker ever sees a value that was not checked here. `RequestValidator` owns
+`serving` calls it before anything else: no worker ever sees a value that was not checked here. `RequestValidator` owns
 the threads on which text is tokenized; everything else is a pure function of the message and the model.
 """
 

@@ -11,7 +11,8 @@ from router.worker import Role
 from splitserve.service.errors import Unavailable
 from splitserve.service.reasons import Reason
 from splitserve.v1 import cluster_pb2 as pb
-from tests.router.cluster_fakes import FakeWorker, Router, collect, ids
+from tests.router.cluster_fakes import FakeWorker, Router, collect, ids, ticket
+from tests.router.driving import hand_off, until
 from tests.router.test_membership_unit import reserved_on, settle
 
 
@@ -102,6 +103,45 @@ async def test_drain_counts_as_a_failure(end: str) -> None:
     position = 0 if end == "refused" else 2
     prefill.first(handed_over, position, 102, FinishReason.LENGTH)
     assert ids(await task) == ([102] if end == "refused" else [100, 101, 102])
+    router.assert_idle()
+
+
+@pytest.mark.parametrize("answer", ["ticket", "refusal"])
+@pytest.mark.parametrize("is_late", [False, True], ids=["before the first token", "after it"])
+async def test_reservation_on_a_draining_worker_is_not_renewed(is_late: bool, answer: str) -> None:
+    """What it has accepted goes on, and it has the last word on that: to refuse another ticket is no failure either.
+
+    The one failure that a request with two attempts may have is that of the prefill worker."""
+    router = Router(max_attempts=2)
+    (failing,), (leaving,) = router.pairs()
+    flow = router.submit()
+    task = asyncio.create_task(collect(flow))
+    attempt = await hand_off(failing, leaving)
+    drain(router, leaving)
+    outputs = (100,) if is_late else ()
+    if is_late:
+        failing.first(attempt, 0, 100)
+        await settle()
+    prefill, staying = router.join(Role.PREFILL, "p1"), router.join(Role.DECODE, "staying")
+    failing.ended(attempt, Reason.TRANSFER_FAILED)
+    await leaving.command("renew")
+    assert leaving.channel.renewals == [(attempt, ticket(attempt, 1), {0: outputs})]
+    decode, position = leaving, len(outputs)
+    if answer == "ticket":
+        leaving.reserved(attempt, 2)
+        await until(lambda: ticket(attempt, 2) in prefill.channel.tickets)
+        prefill.accepted(attempt)
+    else:
+        leaving.refused(attempt, Reason.DRAINING)
+        failing.worker.links.clear()
+        decode = staying
+        attempt = await hand_off(prefill, staying)
+    prefill.first(attempt, position, 100 + position)
+    decode.token(attempt, position, 100 + position)
+    decode.token(attempt, position + 1, 101 + position, FinishReason.LENGTH)
+    assert ids(await task) == list(range(100, 102 + position))
+    assert flow.attempts == (1 if answer == "ticket" else 2)
+    assert bool(staying.channel.commands) == (answer == "refusal")
     router.assert_idle()
 
 
