@@ -10,9 +10,13 @@ STAMP := $(VENV)/.installed
 serve: $(STAMP)
 	$(BIN)/splitserve up
 
-# Every test that needs neither Docker nor hours.
+# Every test that needs neither Docker nor hours. Those without a cluster share the cores, file by file; a cluster of real
+# processes wants them all. The second part runs also when the first one fails.
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not e2e and not faults"
+	@failed=0; \
+	$(BIN)/python -m pytest -m "not cluster and not e2e and not faults" -n auto --maxprocesses 4 --dist loadfile || failed=1; \
+	$(BIN)/python -m pytest -m "cluster and not e2e and not faults" || failed=1; \
+	exit $$failed
 
 # The tests that need a Docker engine.
 test-e2e: $(STAMP)
