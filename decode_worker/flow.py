@@ -102,6 +102,10 @@ class DecodeEngine(EngineBase):
         if reservation is None:
             log.warning("a transfer completed that nobody waits for", transfer=event.transfer_id)
             return
+        if reservation.phase is not Phase.CLOSING:
+            self._publish(
+                reports.Transferred(reservation.session, reservation.attempt, event.transfer_id, event.num_bytes)
+            )
         try:
             tokens = first_tokens(reservation, event, self._runner.vocab_size)
         except (msgspec.MsgspecError, ValueError) as error:

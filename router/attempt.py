@@ -7,13 +7,13 @@ the reservation is kept, and its ticket renewed for another leg.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Set
 from dataclasses import replace
 
 import structlog
 
 from kvtransfer.ticket import Ticket
-from router.attempt_state import BEFORE_FIRST_TOKEN, WITH_LEG, WITHOUT_LEG, Stages, State, debt
+from router.attempt_state import BEFORE_FIRST_TOKEN, STAGES, WITH_LEG, WITHOUT_LEG, State, debt
 from router.carried import Carried
 from router.causes import AttemptLostError, Setback, explanation, is_effect, is_no_failure, loss
 from router.config import RouterConfig
@@ -28,11 +28,12 @@ from router.events import (
     Reserved,
     TokenArrived,
     TransferLost,
+    Transferred,
     WorkerLost,
 )
 from router.inbox import Inbox
 from router.leg import Leg, LegSource
-from router.metrics import RouterMetrics, Stage
+from router.metrics import RouterMetrics
 from router.patience import next_word
 from router.token_order import TokenOrders
 from router.worker import Start, Worker
@@ -74,15 +75,11 @@ class Attempt:
         self._config = config
         self._metrics = metrics
         self._clock = asyncio.get_running_loop().time
-        self._stages = Stages(metrics)
+        self._state = State.RESERVING
         self._unfinished: TokenOrders | None = None  # until decode has been asked
         self._held: list[TokenArrived] = []
         self._unwanted: set[str] = set()
         self._is_closed = False
-
-    @property
-    def _state(self) -> State:
-        return self._stages.state
 
     def deliver(self, event: AttemptEvent) -> None:
         self._inbox.put(self, event)
@@ -119,8 +116,6 @@ class Attempt:
                 continue
             held, self._held = self._held, []
             for token in unfinished.take(held):
-                if not unfinished and self._state is State.DECODING:
-                    self._stages.observe(Stage.DECODE)
                 yield token
 
     # What goes well
@@ -139,7 +134,7 @@ class Attempt:
             self._hand_over()
 
     def _hand_over(self) -> None:
-        self._stages.enter(State.HANDING_OVER)
+        self._enter(State.HANDING_OVER)
         self._leg.hand_over(self._start, self._ticket, self._config.prefill_timeout, self._carried.traceparent)
 
     def _progress(self, event: AttemptEvent) -> tuple[TokenArrived, ...]:
@@ -150,15 +145,16 @@ class Attempt:
                     self.num_cached_tokens = num_cached_tokens
                 self._leg.is_accepted = True
                 self._carried.failures.heard_of(self._leg.worker.worker_id)
-                if self._state is State.HANDING_OVER:
-                    self._stages.state = State.PREFILLING  # one stage with the wait before it
+                self._advance({State.HANDING_OVER}, State.PREFILLING)
+            case Transferred(transfer_id=transfer_id, num_bytes=num_bytes):
+                self._carried.stages.transferred(transfer_id, num_bytes)
             case FirstTokensArrived(tokens=tokens):
-                self._stages.end(Stage.PREFILL, BEFORE_FIRST_TOKEN, State.ARRIVING)
+                self._advance(BEFORE_FIRST_TOKEN, State.ARRIVING)
                 return tokens
             case AlreadyRunning():
                 self._on_running()
             case TokenArrived():
-                self._stages.end(Stage.PREFILL, BEFORE_FIRST_TOKEN, State.ARRIVING)
+                self._advance(BEFORE_FIRST_TOKEN, State.ARRIVING)
                 self._on_running()
                 return (event,)
         return ()
@@ -170,7 +166,16 @@ class Attempt:
             self._leg.close("the blocks of the leg before it have come")
             if self._carried.start().sampling.prompt_logprobs is not None:  # nobody brings the rest of them
                 raise self._why_another
-        self._stages.end(Stage.HANDOFF, WITHOUT_LEG | {State.ARRIVING}, State.DECODING)
+        self._advance(WITHOUT_LEG | {State.ARRIVING}, State.DECODING)
+
+    def _advance(self, states: Set[State], following: State) -> None:
+        """If it is still in one of them: what comes late or again changes nothing."""
+        if self._state in states:
+            self._enter(following)
+
+    def _enter(self, state: State) -> None:
+        self._state = state
+        self._carried.stages.enter(STAGES[state])
 
     # What goes wrong
 
@@ -245,7 +250,7 @@ class Attempt:
             else:
                 self._hand_over()
         elif self._clock() < self._seek_until and self._legs.has_prefill(self.decode, start.num_tokens):
-            self._stages.enter(State.SEEKING)
+            self._enter(State.SEEKING)
         else:
             raise self._why_another
 
@@ -254,7 +259,7 @@ class Attempt:
         log.info("ticket renewed", attempt=self.attempt_id, reason=why.reason, detail=why.message, prefill=worker)
         self._metrics.count_renewal(why.reason)
         self._start = start
-        self._stages.enter(State.RENEWING)
+        self._enter(State.RENEWING)
         seconds_left = self._carried.seconds_left()
         self.decode.channel.renew(self.attempt_id, self._ticket.transfer_id, start.outputs, seconds_left)
 

@@ -1,13 +1,11 @@
-"""What an attempt waits for, since when, of whom, and for how long. Owned and read by `attempt` alone."""
+"""What an attempt waits for, of whom, and for how long. Owned and read by `attempt` alone."""
 
-import asyncio
 import enum
-from collections.abc import Set
 
 from router.config import RouterConfig
 from router.leg import Leg
-from router.metrics import RouterMetrics, Stage
 from router.patience import Debt
+from router.stages import Stage
 from router.worker import Worker
 
 
@@ -31,27 +29,16 @@ BEFORE_FIRST_TOKEN = frozenset({State.HANDING_OVER, State.PREFILLING})
 WITH_LEG = BEFORE_FIRST_TOKEN | {State.ARRIVING}
 WITHOUT_LEG = frozenset({State.SEEKING, State.RENEWING})
 
-
-class Stages:
-    """The state of one attempt, and what its metrics count: a stage is the time from entering a state to its end."""
-
-    def __init__(self, metrics: RouterMetrics) -> None:
-        self._metrics = metrics
-        self._clock = asyncio.get_running_loop().time
-        self.enter(State.RESERVING)
-
-    def enter(self, state: State) -> None:
-        self.state = state
-        self._began = self._clock()
-
-    def observe(self, stage: Stage) -> None:
-        self._metrics.observe_stage(stage, self._clock() - self._began)
-
-    def end(self, stage: Stage, states: Set[State], following: State) -> None:
-        """Ends `stage` if the attempt is still in one of its `states`; what comes late or again changes nothing."""
-        if self.state in states:
-            self.observe(stage)
-            self.enter(following)
+STAGES = {
+    State.RESERVING: Stage.QUEUE,
+    State.SEEKING: Stage.QUEUE,
+    State.RENEWING: Stage.QUEUE,
+    State.HANDING_OVER: Stage.PREFILL,
+    State.PREFILLING: Stage.PREFILL,
+    State.ARRIVING: Stage.HANDOFF,
+    State.DECODING: Stage.DECODE,
+}
+"What the request's time counts as meanwhile."
 
 
 def debt(state: State, leg: Leg, decode: Worker, config: RouterConfig) -> Debt:

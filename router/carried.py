@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from router.failures import Failures
+from router.stages import StageClock
 from router.worker import Start
 
 
@@ -14,4 +15,5 @@ class Carried:
     start: Callable[[], Start]
     seconds_left: Callable[[], float]
     failures: Failures
+    stages: StageClock
     traceparent: str

@@ -31,6 +31,7 @@ from router.scheduler import (
     keep_room,
     place,
 )
+from router.stages import StageClock
 from router.worker import Role, Worker
 from splitserve.service.errors import Unavailable
 from splitserve.worker.admission import blocks_for, decode_blocks
@@ -56,13 +57,13 @@ class ClusterDispatcher:
         self.queue = RequestQueue(config.max_queue_requests, config.max_queue_tokens)
         membership.on_change(self.kick)
 
-    def submit(self, request: GenerationRequest) -> RequestFlow:
+    def submit(self, request: GenerationRequest, stages: StageClock) -> RequestFlow:
         """Admits the request and queues its first attempt; raises Overloaded or Unavailable at once."""
         if self._is_draining:
             raise Unavailable(DRAINING, reason="DRAINING", retry_after_s=1.0)
         self._check_workers(Demand(len(request.prompt_ids), request.sampling.n))
         self.queue.check_room(len(request.prompt_ids))
-        return RequestFlow(request, self, self._config, self._metrics, next(self._arrivals))
+        return RequestFlow(request, stages, self, self._config, self._metrics, next(self._arrivals))
 
     def _check_workers(self, demand: Demand) -> None:
         """Whoever could only wait for other workers to come is told at once. Workers that have just fallen silent are

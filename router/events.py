@@ -33,6 +33,14 @@ class TransferLost:
 
 
 @dataclass(frozen=True, slots=True)
+class Transferred:
+    """All blocks of the ticket's transfer are with decode; `num_bytes` of them travelled, 0 if it had them all."""
+
+    transfer_id: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Accepted:
     num_cached_tokens: int
 
@@ -84,6 +92,7 @@ AttemptEvent = (
     Reserved
     | AlreadyRunning
     | TransferLost
+    | Transferred
     | Accepted
     | Refused
     | PromptLogprobsArrived

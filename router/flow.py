@@ -21,10 +21,11 @@ from router.causes import AttemptLostError
 from router.config import RouterConfig
 from router.events import PromptLogprobsArrived, TokenArrived
 from router.failures import Deaths, Failures
-from router.metrics import RouterMetrics, Stage
+from router.metrics import RouterMetrics
 from router.queue import Waiting
 from router.request import Event, GenerationRequest, PromptLogprobs, TokenEvent, TokenLogprobs
 from router.scheduler import Demand
+from router.stages import Stage, StageClock
 from router.worker import Start
 from splitserve.service.errors import DeadlineExceeded, Unavailable
 from splitserve.service.reasons import Reason
@@ -56,6 +57,7 @@ class RequestFlow:
     def __init__(
         self,
         request: GenerationRequest,
+        stages: StageClock,
         pairs: PairSource,
         config: RouterConfig,
         metrics: RouterMetrics,
@@ -63,6 +65,7 @@ class RequestFlow:
     ) -> None:
         self.attempts = 0
         self._request = request
+        self._stages = stages
         self._pairs = pairs
         self._config = config
         self._metrics = metrics
@@ -118,6 +121,7 @@ class RequestFlow:
                                 token.sample, token.position, token.token_id, token.finish_reason, token.logprobs
                             )
                 except AttemptLostError as lost:
+                    self._stages.enter(Stage.QUEUE)
                     await self._judge(lost)
                     groups.extend((sample,) for sample in sorted(unfinished))
         except TimeoutError:
@@ -133,7 +137,9 @@ class RequestFlow:
         self.attempts += 1
         self._metrics.count_attempt(self._next_reason)
         self._numerics = self._numerics or attempt.decode.identity.numerics
-        carried = Carried(lambda: self._start(samples), self._seconds_left, self._failures, self._request.traceparent)
+        carried = Carried(
+            lambda: self._start(samples), self._seconds_left, self._failures, self._stages, self._request.traceparent
+        )
         running = attempt.tokens(carried)
         try:
             async with aclosing(running) as tokens:
@@ -147,7 +153,6 @@ class RequestFlow:
     async def _granted(self, waiting: Waiting) -> Attempt:
         """Waits in the queue until the deadline; after a failure, or where no pair could take it,
         `failover_timeout`."""
-        began = self._clock()
         self._waiting = waiting
         while True:
             limit = min(self._config.failover_timeout, self._seconds_left())
@@ -162,7 +167,6 @@ class RequestFlow:
                     interrupted_by = self._next_reason if self.attempts else ""
                     raise self._pairs.no_pair(waiting.demand, interrupted_by) from None
         self._waiting = None
-        self._metrics.observe_stage(Stage.QUEUE, self._clock() - began)
         return attempt
 
     async def _judge(self, lost: AttemptLostError) -> None:
@@ -198,6 +202,7 @@ class RequestFlow:
         return fresh
 
     def _enqueue(self, start: Start) -> Waiting:
+        self._stages.enter(Stage.QUEUE)
         waiting = Waiting(
             demand=Demand(
                 start.num_tokens,

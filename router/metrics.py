@@ -1,6 +1,6 @@
 """What the router measures: one record per request, stage times and attempts, load read at the moment of the scrape.
 
-`server` opens a `RequestRecord` per request and ends it exactly once; `flow` reports stages and attempts. All of it
+`serving` opens a `RequestRecord` per request and ends it exactly once; `flow` and `attempt` tell its stages. All of it
 belongs to the event loop's thread.
 """
 
@@ -11,6 +11,7 @@ from enum import StrEnum
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from router.stages import Stage, StageClock
 from splitserve.service.metrics import (
     INTER_TOKEN_LATENCY_BUCKETS,
     REQUEST_TIME_BUCKETS,
@@ -32,15 +33,6 @@ class Outcome(StrEnum):
     FAILED = "failed"
 
 
-class Stage(StrEnum):
-    """Where a request spends its time, in order."""
-
-    QUEUE = "queue"
-    PREFILL = "prefill"
-    HANDOFF = "handoff"
-    DECODE = "decode"
-
-
 class RouterMetrics:
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
         self._model = model
@@ -56,7 +48,7 @@ class RouterMetrics:
         )
         self._stages = {
             stage: self._histogram(
-                f"request_{stage}_time_seconds", f"Time of one attempt in the {stage} stage.", STAGE_TIME_BUCKETS
+                f"request_{stage}_time_seconds", f"One stay of a request in the {stage} stage.", STAGE_TIME_BUCKETS
             )
             for stage in Stage
         }
@@ -129,7 +121,7 @@ class RouterMetrics:
 
 
 class RequestRecord:
-    """One request's times. `end` counts and logs its outcome; a second call is a mistake of ours."""
+    """One request's times, `stages` among them. `end` counts and logs its outcome; a second call is our mistake."""
 
     def __init__(self, metrics: RouterMetrics, request_id: str) -> None:
         self._metrics = metrics
@@ -137,6 +129,7 @@ class RequestRecord:
         self._num_prompt_tokens = 0
         self._num_tokens = 0
         self._arrival = time.perf_counter()
+        self.stages = StageClock(metrics.observe_stage, time.perf_counter)
         self._last_token: dict[int, float] = {}
         self._outcome: Outcome | None = None
         self.is_refused = False
@@ -163,6 +156,7 @@ class RequestRecord:
     def end(self, outcome: Outcome) -> None:
         assert self._outcome is None, f"a request ended as {self._outcome} and again as {outcome}"
         self._outcome = outcome
+        self.stages.end()
         seconds = time.perf_counter() - self._arrival
         self._metrics.count_request(outcome)
         self._metrics.e2e_request_latency.observe(seconds)

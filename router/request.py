@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from router.stages import StageClock
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -101,8 +103,8 @@ class Generation(Protocol):
 
 
 class Dispatcher(Protocol):
-    def submit(self, request: GenerationRequest) -> Generation:
-        """Admits the request, or raises Overloaded or Unavailable at once."""
+    def submit(self, request: GenerationRequest, stages: StageClock) -> Generation:
+        """Admits the request, or raises Overloaded or Unavailable at once. `stages` is in the first one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import grpc
 
 from router.request import ClusterLimits, PromptLogprobs, TokenLogprobs
 from router.serving import ClientGoneError, Delta, Piece, SampleEnd, Serving
+from router.stages import Timings
 from router.validation import RequestValidator
 from splitserve.models.description import ModelDescription
 from splitserve.service.errors import SplitserveError
@@ -124,6 +125,7 @@ def _complete(end: SampleEnd) -> pb.GenerateComplete:
         cached_tokens=end.cached_tokens,
         seed=end.seed,
         attempts=end.attempts,
+        timings=None if end.timings is None else _timings(end.timings),
     )
     match end.finish.matched_stop:
         case str(string):
@@ -131,6 +133,11 @@ def _complete(end: SampleEnd) -> pb.GenerateComplete:
         case int(token_id):
             complete.matched_stop_token_id = token_id
     return complete
+
+
+def _timings(timings: Timings) -> pb.Timings:
+    seconds = {f"{stage}_s": spent for stage, spent in timings.seconds.items()}
+    return pb.Timings(**seconds, transfer_bytes=timings.transfer_bytes)
 
 
 async def _answer(context: Context, answer: Awaitable[Answer]) -> Answer:

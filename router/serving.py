@@ -14,6 +14,7 @@ from router.calls import OpenCalls
 from router.metrics import Outcome, RequestRecord, RouterMetrics
 from router.output import Finish, SampleOutput
 from router.request import Dispatcher, Generation, GenerationRequest, PromptLogprobs, TokenLogprobs
+from router.stages import Timings
 from router.text import Detokenizer
 from router.validation import RequestValidator
 from splitserve.service.errors import (
@@ -55,6 +56,8 @@ class SampleEnd:
     cached_tokens: int
     seed: int
     attempts: int
+    timings: Timings | None
+    "Up to this end, if the client asked for them."
 
 
 Piece = PromptLogprobs | Delta | SampleEnd
@@ -138,13 +141,13 @@ class Serving:
     ) -> Outcome:
         try:
             request = await self._validator.validate(message, deadline=deadline, traceparent=traceparent)
-            generation = self._dispatcher.submit(request)
+            generation = self._dispatcher.submit(request, record.stages)
         except (SplitserveError, asyncio.CancelledError):
             record.refuse()
             raise
         record.admit(len(request.prompt_ids))
         try:
-            finish = await self._stream(request, generation, client, record)
+            finish = await self._stream(request, generation, client, record, wants_timings=message.timings)
         except (Overloaded, Unavailable, asyncio.CancelledError):
             if generation.attempts == 0:
                 record.refuse()
@@ -154,7 +157,13 @@ class Serving:
         return Outcome(finish.reason)
 
     async def _stream(
-        self, request: GenerationRequest, generation: Generation, client: Client, record: RequestRecord
+        self,
+        request: GenerationRequest,
+        generation: Generation,
+        client: Client,
+        record: RequestRecord,
+        *,
+        wants_timings: bool,
     ) -> Finish:
         """Until every sample is finished; the last one's finish stands for the request."""
         outputs = [SampleOutput(self._detokenizer, request.sampling) for _ in range(request.sampling.n)]
@@ -171,6 +180,9 @@ class Serving:
             await client.write(Delta(event.sample, delta.token_id, delta.text, event.logprobs))
             if delta.finish is None:
                 continue
+            unfinished.remove(event.sample)
+            if not unfinished:
+                record.stages.end()
             await client.write(
                 SampleEnd(
                     sample=event.sample,
@@ -180,9 +192,9 @@ class Serving:
                     cached_tokens=generation.cached_tokens,
                     seed=request.sampling.seed,
                     attempts=generation.attempts,
+                    timings=record.stages.timings() if wants_timings else None,
                 )
             )
-            unfinished.remove(event.sample)
             if not unfinished:
                 return delta.finish
         raise Internal("the output ended without a finish reason")

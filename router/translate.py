@@ -13,6 +13,7 @@ from router.events import (
     Reserved,
     TokenArrived,
     TransferLost,
+    Transferred,
 )
 from router.request import FinishReason, TokenLogprobs
 from router.worker import Identity, LoadReport, Role, Start, Worker
@@ -102,6 +103,9 @@ def to_event(worker: Worker, message: pb.WorkerMessage) -> tuple[str, AttemptEve
             lost = message.transfer_lost
             reason = reason_from_proto(lost.reason)
             return lost.attempt_id, TransferLost(worker.worker_id, lost.transfer_id, reason, lost.message)
+        case "transferred":
+            transferred = message.transferred
+            return transferred.attempt_id, Transferred(transferred.transfer_id, transferred.num_bytes)
         case "accepted":
             return message.accepted.attempt_id, Accepted(message.accepted.num_cached_tokens)
         case "refused":

@@ -12,6 +12,7 @@ from typing import Protocol
 from msgspec import UNSET, Struct, UnsetType
 
 from router.openai import replies
+from router.openai.tally import Tally
 from router.openai.token_texts import OffsetText, TokenTexts
 from router.request import PromptLogprobs, TokenLogprobs
 from router.serving import Delta, Piece, SampleEnd
@@ -45,26 +46,6 @@ class Asked:
     created: int = field(default_factory=lambda: int(time.time()))
 
 
-class _UsageCount:
-    def __init__(self) -> None:
-        self._by_prompt: dict[int, tuple[int, int]] = {}
-        self._num_tokens = 0
-
-    def add(self, prompt: int, end: SampleEnd) -> None:
-        self._by_prompt[prompt] = (end.num_prompt_tokens, end.cached_tokens)
-        self._num_tokens += end.num_tokens
-
-    def usage(self) -> replies.Usage:
-        num_prompt_tokens = sum(tokens for tokens, _ in self._by_prompt.values())
-        cached = sum(cached for _, cached in self._by_prompt.values())
-        return replies.Usage(
-            num_prompt_tokens,
-            self._num_tokens,
-            num_prompt_tokens + self._num_tokens,
-            replies.PromptTokensDetails(cached),
-        )
-
-
 class _Choice:
     """One sample, as far as it has come. Text and logprobs are kept only for an answer that is sent whole."""
 
@@ -82,7 +63,7 @@ class ChatAnswer:
     def __init__(self, asked: Asked, texts: TokenTexts) -> None:
         self._asked = asked
         self._texts = texts
-        self._usage = _UsageCount()
+        self._tally = Tally(asked.num_prompts * asked.n)
         self._choices = [_Choice(index) for index in range(asked.n)]
         self._prompt: list[TokenLogprobs] = []
 
@@ -99,12 +80,14 @@ class ChatAnswer:
             yield first
         if isinstance(piece, SampleEnd):
             choice.end = piece
-            self._usage.add(prompt, piece)
-            yield self._chunk(
+            self._tally.add(prompt, piece)
+            last = self._chunk(
                 replies.ChatChunkChoice(
                     choice.index, replies.ChatDelta(), None, piece.finish.reason, _stop_reason(piece)
                 )
             )
+            last.timings = UNSET if self._asked.includes_usage else self._tally.timings()
+            yield last
             return
         if not self._asked.is_stream:
             _keep(choice, piece)
@@ -114,7 +97,9 @@ class ChatAnswer:
 
     def last_events(self) -> Iterator[Struct]:
         if self._asked.includes_usage:
-            yield replies.ChatChunk(self._asked.id, self._asked.created, self._asked.model, [], self._usage.usage())
+            last = replies.ChatChunk(self._asked.id, self._asked.created, self._asked.model, [], self._tally.usage())
+            last.timings = self._tally.timings()
+            yield last
 
     def whole(self) -> Struct:
         return replies.ChatCompletion(
@@ -122,8 +107,9 @@ class ChatAnswer:
             self._asked.created,
             self._asked.model,
             [self._whole_choice(choice) for choice in self._choices],
-            self._usage.usage(),
+            self._tally.usage(),
             _prompt_table(self._asked, self._texts, self._prompt),
+            self._tally.timings(),
         )
 
     def _whole_choice(self, choice: _Choice) -> replies.ChatChoice:
@@ -155,7 +141,7 @@ class CompletionAnswer:
     def __init__(self, asked: Asked, texts: TokenTexts) -> None:
         self._asked = asked
         self._texts = texts
-        self._usage = _UsageCount()
+        self._tally = Tally(asked.num_prompts * asked.n)
         self._choices = [_Choice(index) for index in range(asked.num_prompts * asked.n)]
         self._offsets = [OffsetText(texts) for _ in self._choices]
         self._prompts: list[list[TokenLogprobs]] = [[] for _ in range(asked.num_prompts)]
@@ -171,8 +157,10 @@ class CompletionAnswer:
                 yield self._reply([first])
         if isinstance(piece, SampleEnd):
             choice.end = piece
-            self._usage.add(prompt, piece)
-            yield self._reply([self._choice(choice, "", [], piece)])
+            self._tally.add(prompt, piece)
+            last = self._reply([self._choice(choice, "", [], piece)])
+            last.timings = UNSET if self._asked.includes_usage else self._tally.timings()
+            yield last
             return
         if not self._asked.is_stream:
             _keep(choice, piece)
@@ -182,10 +170,10 @@ class CompletionAnswer:
 
     def last_events(self) -> Iterator[Struct]:
         if self._asked.includes_usage:
-            yield self._reply([], self._usage.usage())
+            yield self._last_reply([])
 
     def whole(self) -> Struct:
-        return self._reply([self._whole_choice(choice) for choice in self._choices], self._usage.usage())
+        return self._last_reply([self._whole_choice(choice) for choice in self._choices])
 
     def _beginning(self, prompt: int, choice: _Choice) -> replies.CompletionChoice | None:
         """The prompt itself, where it is to be shown before the output."""
@@ -224,6 +212,11 @@ class CompletionAnswer:
     def _reply(self, choices: list[replies.CompletionChoice], usage: replies.Usage | None = None) -> replies.Completion:
         shown = UNSET if usage is None and not self._asked.includes_usage else usage
         return replies.Completion(self._asked.id, self._asked.created, self._asked.model, choices, shown)
+
+    def _last_reply(self, choices: list[replies.CompletionChoice]) -> replies.Completion:
+        last = self._reply(choices, self._tally.usage())
+        last.timings = self._tally.timings()
+        return last
 
     def _logprobs(self, index: int, entries: Sequence[TokenLogprobs]) -> replies.CompletionLogprobs:
         offsets = self._offsets[index]

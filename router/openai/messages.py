@@ -92,7 +92,11 @@ def _message(
     request: CompletionRequest | ChatCompletionRequest, params: pb.SamplingParams, request_id: str
 ) -> pb.GenerateRequest:
     return pb.GenerateRequest(
-        request_id=request_id, model=request.model or "", sampling_params=params, priority=request.priority or 0
+        request_id=request_id,
+        model=request.model or "",
+        sampling_params=params,
+        priority=request.priority or 0,
+        timings=request.timings or False,
     )
 
 

@@ -26,6 +26,19 @@ class Usage(Struct):
     prompt_tokens_details: PromptTokensDetails
 
 
+class Timings(Struct):
+    """Seconds of the prompt that took longest, which add up to its whole time; the other numbers are sums."""
+
+    tokenize_s: float
+    queue_s: float
+    prefill_s: float
+    handoff_s: float
+    decode_s: float
+    transfer_bytes: int
+    cached_tokens: int
+    attempts: int
+
+
 class TopLogprob(Struct):
     token: str
     logprob: float
@@ -79,6 +92,7 @@ class Completion(Struct):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+    timings: Timings | UnsetType = UNSET
     object: Literal["text_completion"] = "text_completion"
 
 
@@ -103,6 +117,7 @@ class ChatCompletion(Struct):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobTable | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
     object: Literal["chat.completion"] = "chat.completion"
 
 
@@ -126,6 +141,7 @@ class ChatChunk(Struct):
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_logprobs: PromptLogprobTable | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
 
 

@@ -165,6 +165,7 @@ class _Sampled(_Strict):
     ignore_eos: bool | None = None
     prompt_logprobs: Int32 | None = None
     priority: Int32 | None = None
+    timings: bool | None = Field(None, description="Whether the reply is to say where the time went.")
     request_id: str | None = Field(None, description="Your own name for the request, for the logs.")
     # Until they exist they are refused by name.
     response_format: ResponseFormat | None = Field(None, description="Only of type text.")

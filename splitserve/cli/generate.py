@@ -9,7 +9,7 @@ from cyclopts import Parameter
 from splitserve.cli.logprobs import LogprobTables
 from splitserve.cli.options import Connection, Sampling
 from splitserve.client.sync import Client, Stream
-from splitserve.client.types import Generation, Message
+from splitserve.client.types import Generation, Message, Timings
 from splitserve.service.config import Positive
 from splitserve.service.errors import InvalidRequest
 
@@ -24,6 +24,7 @@ def generate(
     max_tokens: Positive = 256,
     n: Positive = 1,
     raw: bool = False,
+    timings: bool = False,
     quiet: Annotated[bool, Parameter(alias="-q")] = False,
     request_id: str = "",
     sampling: Annotated[Sampling, Parameter(name="*")] = DEFAULT_SAMPLING,
@@ -45,6 +46,8 @@ def generate(
         So many samples of the prompt's answer.
     raw
         Continue the text as it stands, without the model's chat template.
+    timings
+        Say on stderr where the time went.
     quiet
         No statistics.
     request_id
@@ -52,6 +55,7 @@ def generate(
     """
     options = sampling.options(max_tokens, connection)
     options["request_id"] = request_id
+    options["timings"] = timings
     if n > 1:
         options["n"] = n
     prompt = text if text is not None else _read_prompt()
@@ -60,8 +64,11 @@ def generate(
         turn: Message = {"role": "user", "content": prompt}
         with client.stream([turn] if is_question else prompt, **options) as stream:
             statistics = print_stream(stream, n)
+            told = stream.result().timings
     if not quiet:
         print(statistics, file=sys.stderr)  # noqa: T201
+    if told is not None:
+        print(_timings(told), file=sys.stderr)  # noqa: T201
 
 
 def print_stream(stream: Stream, num_samples: int = 1) -> str:
@@ -107,6 +114,13 @@ def _statistics(result: Generation, first_s: float, total_s: float) -> str:
         f"[{result.prompt_tokens} prompt tokens ({result.cached_tokens} cached), {result.completion_tokens} tokens in "
         f"{total_s:.2f} s, first after {first_s:.2f} s{speed}; "
         f"end: {ends}{attempts}; seed {result.seed}]"
+    )
+
+
+def _timings(timings: Timings) -> str:
+    return (
+        f"[tokenize {timings.tokenize_s:.3f} s, queue {timings.queue_s:.3f} s, prefill {timings.prefill_s:.3f} s, "
+        f"hand-off {timings.handoff_s:.3f} s, decode {timings.decode_s:.3f} s; {timings.transfer_bytes:,} bytes sent]"
     )
 
 

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
-from splitserve.client.types import Chunk, Generation, Sample, TokenLogprobs
+from splitserve.client.types import Chunk, Generation, Sample, Timings, TokenLogprobs
 from splitserve.service.errors import Cancelled, Internal, SplitserveError
 from splitserve.v1 import inference_pb2
 
@@ -112,6 +112,7 @@ class Fold:
             attempts=max(complete.attempts for complete in completes),
             request_id=self._request_id,
             prompt_logprobs=tuple(self._prompt_logprobs),
+            timings=_timings(completes),
         )
 
 
@@ -124,6 +125,23 @@ def _logprobs(entries: Iterable[inference_pb2.TokenLogprobs]) -> tuple[TokenLogp
         )
         for entry in entries
     )
+
+
+def _timings(completes: Iterable[inference_pb2.GenerateComplete]) -> Timings | None:
+    """Those of the sample that ended last."""
+    told = [
+        Timings(
+            tokenize_s=complete.timings.tokenize_s,
+            queue_s=complete.timings.queue_s,
+            prefill_s=complete.timings.prefill_s,
+            handoff_s=complete.timings.handoff_s,
+            decode_s=complete.timings.decode_s,
+            transfer_bytes=complete.timings.transfer_bytes,
+        )
+        for complete in completes
+        if complete.HasField("timings")
+    ]
+    return max(told, key=lambda timings: timings.total_s, default=None)
 
 
 def _matched_stop(complete: inference_pb2.GenerateComplete) -> str | int | None:

@@ -50,6 +50,7 @@ def generate_call(prompt: Prompt, options: GenerateOptions, default_timeout_s: f
         sampling_params=sampling_params({name: options[name] for name in _SAMPLING_NAMES & options.keys()}),  # type: ignore[literal-required]
     )
     _checked("priority", lambda: setattr(request, "priority", options.get("priority", 0)))
+    _checked("timings", lambda: setattr(request, "timings", options.get("timings", False)))
     _set_prompt(request, prompt)
     return GenerateCall(
         request=request,

@@ -48,12 +48,14 @@ class GenerateOptions(SamplingOptions, total=False):
     """Everything that `generate`, `stream`, `chat` and `stream_chat` take besides the prompt.
 
     `model`: the served model's name, empty for the one that is served. `request_id`: the caller's own name for the
-    request, echoed and logged. `timeout`: the deadline in seconds, for the whole answer; absent means the client's
-    default. `priority`: higher goes first among queued requests. `metadata`: gRPC metadata, such as `traceparent`.
+    request, echoed and logged. `timings`: whether `Generation.timings` is told. `timeout`: the deadline in seconds, for
+    the whole answer; absent means the client's default. `priority`: higher goes first among queued requests.
+    `metadata`: gRPC metadata, such as `traceparent`.
     """
 
     model: str
     request_id: str
+    timings: bool
     timeout: float | None
     priority: int
     metadata: Mapping[str, str]
@@ -104,11 +106,32 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class Timings:
+    """Where the router saw the time go, from the request's arrival to the answer's end, over all attempts: the stages,
+    in seconds, add up to all of it. docs/api.md says what each one covers.
+
+    `transfer_bytes` of KV blocks were sent to decode workers.
+    """
+
+    tokenize_s: float
+    queue_s: float
+    prefill_s: float
+    handoff_s: float
+    decode_s: float
+    transfer_bytes: int
+
+    @property
+    def total_s(self) -> float:
+        return self.tokenize_s + self.queue_s + self.prefill_s + self.handoff_s + self.decode_s
+
+
+@dataclass(frozen=True, slots=True)
 class Generation:
     """A complete answer: `samples`, n of them in order of their index; `text` and what belongs to it are the first's.
 
     `completion_tokens` is the sum over all samples. `cached_tokens` of the prompt came from a prefix cache. `attempts`
-    is 1 when nothing went wrong. `prompt_logprobs` has an entry for each token of the prompt, if asked for.
+    is 1 when nothing went wrong. `prompt_logprobs` has an entry for each token of the prompt, and `timings` is there,
+    if asked for.
     """
 
     samples: tuple[Sample, ...]
@@ -119,6 +142,7 @@ class Generation:
     attempts: int
     request_id: str
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    timings: Timings | None = None
 
     @property
     def text(self) -> str:

@@ -107,6 +107,7 @@ class WorkerMessage(_message.Message):
     ALREADY_RUNNING_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     LEAVE_FIELD_NUMBER: _builtins.int
+    TRANSFERRED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -135,6 +136,8 @@ class WorkerMessage(_message.Message):
     def draining(self) -> Global___Draining: ...
     @_builtins.property
     def leave(self) -> Global___Leave: ...
+    @_builtins.property
+    def transferred(self) -> Global___Transferred: ...
     def __init__(
         self,
         *,
@@ -152,12 +155,13 @@ class WorkerMessage(_message.Message):
         already_running: Global___AlreadyRunning | None = ...,
         draining: Global___Draining | None = ...,
         leave: Global___Leave | None = ...,
+        transferred: Global___Transferred | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "already_running", b"already_running", "attempt_ended", b"attempt_ended", "body", b"body", "draining", b"draining", "first_tokens", b"first_tokens", "hello", b"hello", "leave", b"leave", "link_report", b"link_report", "load", b"load", "prompt_logprobs", b"prompt_logprobs", "refused", b"refused", "reserved", b"reserved", "step_tokens", b"step_tokens", "transfer_lost", b"transfer_lost"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "already_running", b"already_running", "attempt_ended", b"attempt_ended", "body", b"body", "draining", b"draining", "first_tokens", b"first_tokens", "hello", b"hello", "leave", b"leave", "link_report", b"link_report", "load", b"load", "prompt_logprobs", b"prompt_logprobs", "refused", b"refused", "reserved", b"reserved", "step_tokens", b"step_tokens", "transfer_lost", b"transfer_lost", "transferred", b"transferred"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "already_running", b"already_running", "attempt_ended", b"attempt_ended", "body", b"body", "draining", b"draining", "first_tokens", b"first_tokens", "hello", b"hello", "leave", b"leave", "link_report", b"link_report", "load", b"load", "prompt_logprobs", b"prompt_logprobs", "refused", b"refused", "reserved", b"reserved", "step_tokens", b"step_tokens", "transfer_lost", b"transfer_lost"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "already_running", b"already_running", "attempt_ended", b"attempt_ended", "body", b"body", "draining", b"draining", "first_tokens", b"first_tokens", "hello", b"hello", "leave", b"leave", "link_report", b"link_report", "load", b"load", "prompt_logprobs", b"prompt_logprobs", "refused", b"refused", "reserved", b"reserved", "step_tokens", b"step_tokens", "transfer_lost", b"transfer_lost", "transferred", b"transferred"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "load", "reserved", "refused", "first_tokens", "step_tokens", "attempt_ended", "link_report", "accepted", "prompt_logprobs", "transfer_lost", "already_running", "draining", "leave"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "load", "reserved", "refused", "first_tokens", "step_tokens", "attempt_ended", "link_report", "accepted", "prompt_logprobs", "transfer_lost", "already_running", "draining", "leave", "transferred"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -843,6 +847,34 @@ class TransferLost(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TransferLost: _TypeAlias = TransferLost  # noqa: Y015
+
+@_typing.final
+class Transferred(_message.Message):
+    """All blocks of the ticket's transfer are with the decode worker. Said before the first `step_tokens` of the attempt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPT_ID_FIELD_NUMBER: _builtins.int
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    attempt_id: _builtins.str
+    transfer_id: _builtins.str
+    num_bytes: _builtins.int
+    """Of the blocks that travelled; what the decode worker had cached did not."""
+    def __init__(
+        self,
+        *,
+        attempt_id: _builtins.str = ...,
+        transfer_id: _builtins.str = ...,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "num_bytes", b"num_bytes", "transfer_id", b"transfer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Transferred: _TypeAlias = Transferred  # noqa: Y015
 
 @_typing.final
 class Ticket(_message.Message):

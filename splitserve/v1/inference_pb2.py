@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dsplitserve/v1/inference.proto\x12\rsplitserve.v1\"\xeb\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12,\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x17.splitserve.v1.TokenIdsH\x00\x12#\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x13.splitserve.v1.ChatH\x00\x12\x36\n\x0fsampling_params\x18\x06 \x01(\x0b\x32\x1d.splitserve.v1.SamplingParams\x12\x10\n\x08priority\x18\x07 \x01(\x05\x42\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x03\"4\n\x04\x43hat\x12,\n\x08messages\x18\x01 \x03(\x0b\x32\x1a.splitserve.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xa8\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x08 \x01(\x05H\x07\x88\x01\x01\x12\x12\n\nmin_tokens\x18\t \x01(\x05\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\x03\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x11\n\x04seed\x18\r \x01(\x04H\x08\x88\x01\x01\x12\x0e\n\x01n\x18\x0e \x01(\x05H\t\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0f \x01(\x05H\n\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x10 \x01(\x05H\x0b\x88\x01\x01\x12@\n\nlogit_bias\x18\x11 \x03(\x0b\x32,.splitserve.v1.SamplingParams.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x03\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_max_tokensB\x07\n\x05_seedB\x04\n\x02_nB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\xa5\x01\n\x10GenerateResponse\x12-\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x1c.splitserve.v1.GenerateChunkH\x00\x12\x33\n\x08\x63omplete\x18\x02 \x01(\x0b\x32\x1f.splitserve.v1.GenerateCompleteH\x00\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\r\n\x05index\x18\x04 \x01(\x05\x42\n\n\x08response\"\x97\x01\n\rGenerateChunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12.\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1c.splitserve.v1.TokenLogprobs\x12\x35\n\x0fprompt_logprobs\x18\x04 \x03(\x0b\x32\x1c.splitserve.v1.TokenLogprobs\"k\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x14\n\x07logprob\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12&\n\x03top\x18\x03 \x03(\x0b\x32\x19.splitserve.v1.TopLogprobB\n\n\x08_logprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"\xe2\x01\n\x10GenerateComplete\x12\x15\n\rfinish_reason\x18\x01 \x01(\t\x12\x1d\n\x13matched_stop_string\x18\x02 \x01(\tH\x00\x12\x1f\n\x15matched_stop_token_id\x18\x03 \x01(\x05H\x00\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x05 \x01(\x05\x12\x15\n\rcached_tokens\x18\x06 \x01(\x05\x12\x0c\n\x04seed\x18\x07 \x01(\x04\x12\x10\n\x08\x61ttempts\x18\x08 \x01(\x05\x42\x0e\n\x0cmatched_stop\"\x15\n\x13GetModelInfoRequest\"\xbe\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\x05\x12\x15\n\rmax_model_len\x18\x04 \x01(\x05\x12\x19\n\x11max_prompt_tokens\x18\x05 \x01(\x05\x12\x15\n\reos_token_ids\x18\x06 \x03(\x05\x12\r\n\x05ready\x18\x07 \x01(\x08\x12\x19\n\x11has_chat_template\x18\x08 \x01(\x08\"_\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12#\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x13.splitserve.v1.ChatH\x00\x42\x08\n\x06prompt\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x32\x87\x02\n\x10InferenceService\x12M\n\x08Generate\x12\x1e.splitserve.v1.GenerateRequest\x1a\x1f.splitserve.v1.GenerateResponse0\x01\x12W\n\x0cGetModelInfo\x12\".splitserve.v1.GetModelInfoRequest\x1a#.splitserve.v1.GetModelInfoResponse\x12K\n\x08Tokenize\x12\x1e.splitserve.v1.TokenizeRequest\x1a\x1f.splitserve.v1.TokenizeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dsplitserve/v1/inference.proto\x12\rsplitserve.v1\"\xfc\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12,\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x17.splitserve.v1.TokenIdsH\x00\x12#\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x13.splitserve.v1.ChatH\x00\x12\x36\n\x0fsampling_params\x18\x06 \x01(\x0b\x32\x1d.splitserve.v1.SamplingParams\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x0f\n\x07timings\x18\x08 \x01(\x08\x42\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x03\"4\n\x04\x43hat\x12,\n\x08messages\x18\x01 \x03(\x0b\x32\x1a.splitserve.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xa8\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x08 \x01(\x05H\x07\x88\x01\x01\x12\x12\n\nmin_tokens\x18\t \x01(\x05\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\x03\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x11\n\x04seed\x18\r \x01(\x04H\x08\x88\x01\x01\x12\x0e\n\x01n\x18\x0e \x01(\x05H\t\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0f \x01(\x05H\n\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x10 \x01(\x05H\x0b\x88\x01\x01\x12@\n\nlogit_bias\x18\x11 \x03(\x0b\x32,.splitserve.v1.SamplingParams.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x03\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_max_tokensB\x07\n\x05_seedB\x04\n\x02_nB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\xa5\x01\n\x10GenerateResponse\x12-\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x1c.splitserve.v1.GenerateChunkH\x00\x12\x33\n\x08\x63omplete\x18\x02 \x01(\x0b\x32\x1f.splitserve.v1.GenerateCompleteH\x00\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\r\n\x05index\x18\x04 \x01(\x05\x42\n\n\x08response\"\x97\x01\n\rGenerateChunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12.\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1c.splitserve.v1.TokenLogprobs\x12\x35\n\x0fprompt_logprobs\x18\x04 \x03(\x0b\x32\x1c.splitserve.v1.TokenLogprobs\"k\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x14\n\x07logprob\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12&\n\x03top\x18\x03 \x03(\x0b\x32\x19.splitserve.v1.TopLogprobB\n\n\x08_logprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"\x8b\x02\n\x10GenerateComplete\x12\x15\n\rfinish_reason\x18\x01 \x01(\t\x12\x1d\n\x13matched_stop_string\x18\x02 \x01(\tH\x00\x12\x1f\n\x15matched_stop_token_id\x18\x03 \x01(\x05H\x00\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x05 \x01(\x05\x12\x15\n\rcached_tokens\x18\x06 \x01(\x05\x12\x0c\n\x04seed\x18\x07 \x01(\x04\x12\x10\n\x08\x61ttempts\x18\x08 \x01(\x05\x12\'\n\x07timings\x18\t \x01(\x0b\x32\x16.splitserve.v1.TimingsB\x0e\n\x0cmatched_stop\"~\n\x07Timings\x12\x12\n\ntokenize_s\x18\x01 \x01(\x01\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\x12\x11\n\thandoff_s\x18\x04 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x05 \x01(\x01\x12\x16\n\x0etransfer_bytes\x18\x06 \x01(\x04\"\x15\n\x13GetModelInfoRequest\"\xbe\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\x05\x12\x15\n\rmax_model_len\x18\x04 \x01(\x05\x12\x19\n\x11max_prompt_tokens\x18\x05 \x01(\x05\x12\x15\n\reos_token_ids\x18\x06 \x03(\x05\x12\r\n\x05ready\x18\x07 \x01(\x08\x12\x19\n\x11has_chat_template\x18\x08 \x01(\x08\"_\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12#\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x13.splitserve.v1.ChatH\x00\x42\x08\n\x06prompt\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x32\x87\x02\n\x10InferenceService\x12M\n\x08Generate\x12\x1e.splitserve.v1.GenerateRequest\x1a\x1f.splitserve.v1.GenerateResponse0\x01\x12W\n\x0cGetModelInfo\x12\".splitserve.v1.GetModelInfoRequest\x1a#.splitserve.v1.GetModelInfoResponse\x12K\n\x08Tokenize\x12\x1e.splitserve.v1.TokenizeRequest\x1a\x1f.splitserve.v1.TokenizeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,35 +34,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_GENERATEREQUEST']._serialized_start=49
-  _globals['_GENERATEREQUEST']._serialized_end=284
-  _globals['_TOKENIDS']._serialized_start=286
-  _globals['_TOKENIDS']._serialized_end=309
-  _globals['_CHAT']._serialized_start=311
-  _globals['_CHAT']._serialized_end=363
-  _globals['_CHATMESSAGE']._serialized_start=365
-  _globals['_CHATMESSAGE']._serialized_end=409
-  _globals['_SAMPLINGPARAMS']._serialized_start=412
-  _globals['_SAMPLINGPARAMS']._serialized_end=1092
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=869
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=917
-  _globals['_GENERATERESPONSE']._serialized_start=1095
-  _globals['_GENERATERESPONSE']._serialized_end=1260
-  _globals['_GENERATECHUNK']._serialized_start=1263
-  _globals['_GENERATECHUNK']._serialized_end=1414
-  _globals['_TOKENLOGPROBS']._serialized_start=1416
-  _globals['_TOKENLOGPROBS']._serialized_end=1523
-  _globals['_TOPLOGPROB']._serialized_start=1525
-  _globals['_TOPLOGPROB']._serialized_end=1572
-  _globals['_GENERATECOMPLETE']._serialized_start=1575
-  _globals['_GENERATECOMPLETE']._serialized_end=1801
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1803
-  _globals['_GETMODELINFOREQUEST']._serialized_end=1824
-  _globals['_GETMODELINFORESPONSE']._serialized_start=1827
-  _globals['_GETMODELINFORESPONSE']._serialized_end=2017
-  _globals['_TOKENIZEREQUEST']._serialized_start=2019
-  _globals['_TOKENIZEREQUEST']._serialized_end=2114
-  _globals['_TOKENIZERESPONSE']._serialized_start=2116
-  _globals['_TOKENIZERESPONSE']._serialized_end=2153
-  _globals['_INFERENCESERVICE']._serialized_start=2156
-  _globals['_INFERENCESERVICE']._serialized_end=2419
+  _globals['_GENERATEREQUEST']._serialized_end=301
+  _globals['_TOKENIDS']._serialized_start=303
+  _globals['_TOKENIDS']._serialized_end=326
+  _globals['_CHAT']._serialized_start=328
+  _globals['_CHAT']._serialized_end=380
+  _globals['_CHATMESSAGE']._serialized_start=382
+  _globals['_CHATMESSAGE']._serialized_end=426
+  _globals['_SAMPLINGPARAMS']._serialized_start=429
+  _globals['_SAMPLINGPARAMS']._serialized_end=1109
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=886
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=934
+  _globals['_GENERATERESPONSE']._serialized_start=1112
+  _globals['_GENERATERESPONSE']._serialized_end=1277
+  _globals['_GENERATECHUNK']._serialized_start=1280
+  _globals['_GENERATECHUNK']._serialized_end=1431
+  _globals['_TOKENLOGPROBS']._serialized_start=1433
+  _globals['_TOKENLOGPROBS']._serialized_end=1540
+  _globals['_TOPLOGPROB']._serialized_start=1542
+  _globals['_TOPLOGPROB']._serialized_end=1589
+  _globals['_GENERATECOMPLETE']._serialized_start=1592
+  _globals['_GENERATECOMPLETE']._serialized_end=1859
+  _globals['_TIMINGS']._serialized_start=1861
+  _globals['_TIMINGS']._serialized_end=1987
+  _globals['_GETMODELINFOREQUEST']._serialized_start=1989
+  _globals['_GETMODELINFOREQUEST']._serialized_end=2010
+  _globals['_GETMODELINFORESPONSE']._serialized_start=2013
+  _globals['_GETMODELINFORESPONSE']._serialized_end=2203
+  _globals['_TOKENIZEREQUEST']._serialized_start=2205
+  _globals['_TOKENIZEREQUEST']._serialized_end=2300
+  _globals['_TOKENIZERESPONSE']._serialized_start=2302
+  _globals['_TOKENIZERESPONSE']._serialized_end=2339
+  _globals['_INFERENCESERVICE']._serialized_start=2342
+  _globals['_INFERENCESERVICE']._serialized_end=2605
 # @@protoc_insertion_point(module_scope)

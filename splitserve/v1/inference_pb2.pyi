@@ -29,6 +29,7 @@ class GenerateRequest(_message.Message):
     CHAT_FIELD_NUMBER: _builtins.int
     SAMPLING_PARAMS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    TIMINGS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's own name for the request: echoed and logged, never used as a key. At most 256 characters."""
     model: _builtins.str
@@ -36,6 +37,8 @@ class GenerateRequest(_message.Message):
     text: _builtins.str
     priority: _builtins.int
     """Higher goes first among queued requests; equal priorities keep their order of arrival."""
+    timings: _builtins.bool
+    """Whether every `complete` is to have `timings`."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -52,10 +55,11 @@ class GenerateRequest(_message.Message):
         chat: Global___Chat | None = ...,
         sampling_params: Global___SamplingParams | None = ...,
         priority: _builtins.int = ...,
+        timings: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "sampling_params", b"sampling_params", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling_params", b"sampling_params", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling_params", b"sampling_params", "text", b"text", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -416,6 +420,7 @@ class GenerateComplete(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     ATTEMPTS_FIELD_NUMBER: _builtins.int
+    TIMINGS_FIELD_NUMBER: _builtins.int
     finish_reason: _builtins.str
     """"stop", "length", "tool_calls" or "abort"."""
     matched_stop_string: _builtins.str
@@ -429,6 +434,10 @@ class GenerateComplete(_message.Message):
     """The seed in force: the request's own, or the one that the router drew."""
     attempts: _builtins.int
     """How many attempts the request had taken by then, 1 when nothing went wrong."""
+    @_builtins.property
+    def timings(self) -> Global___Timings:
+        """If the request asked for them."""
+
     def __init__(
         self,
         *,
@@ -440,16 +449,56 @@ class GenerateComplete(_message.Message):
         cached_tokens: _builtins.int = ...,
         seed: _builtins.int = ...,
         attempts: _builtins.int = ...,
+        timings: Global___Timings | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["matched_stop", b"matched_stop", "matched_stop_string", b"matched_stop_string", "matched_stop_token_id", b"matched_stop_token_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["matched_stop", b"matched_stop", "matched_stop_string", b"matched_stop_string", "matched_stop_token_id", b"matched_stop_token_id", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "finish_reason", b"finish_reason", "matched_stop", b"matched_stop", "matched_stop_string", b"matched_stop_string", "matched_stop_token_id", b"matched_stop_token_id", "prompt_tokens", b"prompt_tokens", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "finish_reason", b"finish_reason", "matched_stop", b"matched_stop", "matched_stop_string", b"matched_stop_string", "matched_stop_token_id", b"matched_stop_token_id", "prompt_tokens", b"prompt_tokens", "seed", b"seed", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_matched_stop: _TypeAlias = _typing.Literal["matched_stop_string", "matched_stop_token_id"]  # noqa: Y015
     _WhichOneofArgType_matched_stop: _TypeAlias = _typing.Literal["matched_stop", b"matched_stop"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_matched_stop) -> _WhichOneofReturnType_matched_stop | None: ...
 
 Global___GenerateComplete: _TypeAlias = GenerateComplete  # noqa: Y015
+
+@_typing.final
+class Timings(_message.Message):
+    """Where the time went from the request's arrival to the end of the sample, over all attempts: the stages add up to all
+    of it. docs/api.md says what each one covers.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENIZE_S_FIELD_NUMBER: _builtins.int
+    QUEUE_S_FIELD_NUMBER: _builtins.int
+    PREFILL_S_FIELD_NUMBER: _builtins.int
+    HANDOFF_S_FIELD_NUMBER: _builtins.int
+    DECODE_S_FIELD_NUMBER: _builtins.int
+    TRANSFER_BYTES_FIELD_NUMBER: _builtins.int
+    tokenize_s: _builtins.float
+    queue_s: _builtins.float
+    prefill_s: _builtins.float
+    handoff_s: _builtins.float
+    decode_s: _builtins.float
+    transfer_bytes: _builtins.int
+    """Bytes of KV blocks that were sent to decode workers."""
+    def __init__(
+        self,
+        *,
+        tokenize_s: _builtins.float = ...,
+        queue_s: _builtins.float = ...,
+        prefill_s: _builtins.float = ...,
+        handoff_s: _builtins.float = ...,
+        decode_s: _builtins.float = ...,
+        transfer_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_s", b"decode_s", "handoff_s", b"handoff_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "tokenize_s", b"tokenize_s", "transfer_bytes", b"transfer_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Timings: _TypeAlias = Timings  # noqa: Y015
 
 @_typing.final
 class GetModelInfoRequest(_message.Message):

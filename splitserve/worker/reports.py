@@ -88,6 +88,15 @@ class TransferLost(Message, frozen=True):
     message: str
 
 
+class Transferred(Message, frozen=True):
+    """All blocks of the reservation's transfer are here: `num_bytes` of them came with it, the others were cached."""
+
+    session: int
+    attempt: str
+    transfer_id: str
+    num_bytes: int
+
+
 class Refused(Message, frozen=True):
     session: int
     attempt: str
@@ -179,6 +188,7 @@ AttemptReport = (
     | Accepted
     | AlreadyRunning
     | TransferLost
+    | Transferred
     | Refused
     | PromptLogprobs
     | FirstTokens

@@ -108,6 +108,10 @@ def to_worker_message(report: reports.Report) -> pb.WorkerMessage:
                     attempt_id=attempt, transfer_id=transfer_id, reason=REASON_TO_PROTO[reason], message=text
                 )
             )
+        case reports.Transferred(attempt=attempt, transfer_id=transfer_id, num_bytes=num_bytes):
+            return pb.WorkerMessage(
+                transferred=pb.Transferred(attempt_id=attempt, transfer_id=transfer_id, num_bytes=num_bytes)
+            )
         case reports.Accepted(attempt=attempt, num_cached_tokens=cached):
             return pb.WorkerMessage(accepted=pb.Accepted(attempt_id=attempt, num_cached_tokens=cached))
         case reports.Refused(attempt=attempt, reason=reason, message=text):

@@ -2,7 +2,8 @@
 
 import asyncio
 import itertools
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,11 +22,13 @@ from router.events import (
     Reserved,
     TokenArrived,
     TransferLost,
+    Transferred,
 )
 from router.flow import RequestFlow
 from router.membership import Membership
 from router.metrics import RouterMetrics
 from router.request import Event, FinishReason, GenerationRequest, Sampling, TokenEvent, TokenLogprobs
+from router.stages import StageClock
 from router.worker import Identity, Link, LoadReport, Role, Start, Worker
 from splitserve.service.reasons import Reason
 
@@ -108,6 +111,9 @@ class FakeWorker:
     def transfer_lost(self, attempt: str, number: int = 1, reason: Reason = Reason.TRANSFER_FAILED) -> None:
         lost = TransferLost(self.worker.worker_id, ticket(attempt, number), reason, "the test says so")
         self.say(attempt, lost)
+
+    def transferred(self, attempt: str, num_bytes: int, number: int = 1) -> None:
+        self.say(attempt, Transferred(ticket(attempt, number), num_bytes))
 
     def refused(self, attempt: str, reason: Reason = Reason.NO_ROOM) -> None:
         self.say(attempt, Refused(self.worker.worker_id, reason, "the test says so"))
@@ -199,8 +205,13 @@ class Router:
     def leave(self, fake: FakeWorker, reason: str = "killed") -> None:
         self.membership.remove(fake.worker, reason)
 
-    def submit(self, num_prompt: int = 10, deadline_s: float = 600.0, **sampling: Any) -> RequestFlow:
-        return self.dispatcher.submit(request(num_prompt, deadline_s, **sampling))
+    def submit(
+        self, num_prompt: int = 10, deadline_s: float = 600.0, stages: StageClock | None = None, **sampling: Any
+    ) -> RequestFlow:
+        return self.dispatcher.submit(request(num_prompt, deadline_s, **sampling), stages or self.stage_clock())
+
+    def stage_clock(self, clock: Callable[[], float] = time.perf_counter) -> StageClock:
+        return StageClock(self.metrics.observe_stage, clock)
 
     def assert_idle(self) -> None:
         """Nothing waits, and no worker holds a promise or an attempt of ours."""

@@ -7,12 +7,14 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from router.request import ClusterLimits, Event, FinishReason, GenerationRequest, TokenEvent
+from router.stages import Stage, StageClock
 from splitserve.models.description import ModelDescription
 from splitserve.models.detokenizer import DecodeStream, Detokenizer
 from splitserve.service.errors import InvalidRequest
 
 NO_LIMITS = ClusterLimits(ready=True, max_prompt_tokens_prefill=0, max_prompt_tokens_decode=0, max_model_len=0)
 EOS = "<eos>"
+TRANSFER_BYTES = 4096  # of every request
 
 
 def model_description(**changes: object) -> ModelDescription:
@@ -145,8 +147,10 @@ class FakeDispatcher:
         self.script = script
         self.generations: list[FakeGeneration] = []
 
-    def submit(self, request: GenerationRequest) -> FakeGeneration:
+    def submit(self, request: GenerationRequest, stages: StageClock) -> FakeGeneration:
         generation = FakeGeneration(request, self.script(request))
+        stages.enter(Stage.DECODE)
+        stages.transferred("t1", TRANSFER_BYTES)
         self.generations.append(generation)
         return generation
 

@@ -5,9 +5,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from prometheus_client import generate_latest
 
-from router.flow import RequestFlow
 from router.request import FinishReason
 from router.worker import Role
 from splitserve.service.errors import DeadlineExceeded, Internal, Overloaded, Unavailable
@@ -594,29 +592,6 @@ async def test_lost_link_is_blamed_on_the_survivor() -> None:
         router.leave(prefill)
     with pytest.raises(Internal, match="2 workers died"):
         await task
-
-
-async def test_stages_of_a_finished_request_are_not_measured() -> None:
-    router = Router()
-    (prefill,), (decode,) = router.pairs()
-    flow = router.submit()
-    task = asyncio.create_task(_until_finish(flow))
-    attempt = await hand_off(prefill, decode)
-    prefill.first(attempt, 0, 100)
-    decode.token(attempt, 0, 100)
-    decode.token(attempt, 1, 101, LENGTH)
-    await task
-    page = generate_latest(router.registry).decode()
-    for stage in ("queue", "prefill", "handoff", "decode"):
-        assert f'splitserve_request_{stage}_time_seconds_count{{model="tiny"}} 1.0' in page
-
-
-async def _until_finish(flow: RequestFlow) -> None:
-    """Reads as the public edge does: not one step further than the token that finishes."""
-    async for event in flow:
-        if event.finish_reason is not None:
-            break
-    await flow.aclose()
 
 
 async def _reserved_on(decode: FakeWorker, seen: set[str]) -> str:

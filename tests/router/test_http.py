@@ -14,7 +14,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.http import create_app
-from router.metrics import Outcome, RouterMetrics, Stage
+from router.metrics import Outcome, RouterMetrics
+from router.stages import Stage
 from splitserve.service.http_server import HttpServer, serve_http
 from splitserve.service.metrics import WorkerMetrics, new_registry, render
 
@@ -117,6 +118,7 @@ async def test_every_documented_metric_is_on_the_page() -> None:
             "splitserve_kv_cache_usage_perc": 0.25,
             "splitserve_prompt_tokens_total": 7,
             "splitserve_generation_tokens_total": 2,
+            "splitserve_request_tokenize_time_seconds_count": 1,
             "splitserve_request_queue_time_seconds_count": 0,
             "splitserve_request_prefill_time_seconds_count": 0,
             "splitserve_request_handoff_time_seconds_count": 1,

@@ -30,6 +30,7 @@ def hear(router: Router, fake: FakeWorker, kind: str, attempt: str = "gone") -> 
         ("accepted", True),
         ("transfer_lost", True),
         ("already_running", True),
+        ("transferred", False),
         ("refused", False),
         ("first_tokens", False),
         ("prompt_logprobs", False),

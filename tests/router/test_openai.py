@@ -10,7 +10,7 @@ import pytest
 from router.request import FinishReason, GenerationRequest, PromptLogprobs, TokenEvent, TokenLogprobs
 from splitserve.service.errors import Internal, Overloaded, Unavailable
 from tests.router.edge import Edge, http, until
-from tests.router.fakes import FakeDispatcher, Step, Wait, events, model_description, tokens
+from tests.router.fakes import TRANSFER_BYTES, FakeDispatcher, Step, Wait, events, model_description, tokens
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 TEXT: dict[str, Any] = {"prompt": "hi"}
@@ -81,6 +81,33 @@ async def test_usage_is_in_the_wrong_chunk(kind: str) -> None:
         assert (last["choices"], done) == ([], "[DONE]")
         assert last["usage"] == (await ask(client, kind))["usage"]
         assert [chunk["usage"] for chunk in chunks] == [None] * len(chunks)
+
+
+@pytest.mark.parametrize("kind", PATHS)
+async def test_timings_come_unasked_or_in_the_wrong_chunk(kind: str) -> None:
+    """In the last chunk, which is the one with the usage if that was asked for."""
+    async with http(Edge(FakeDispatcher(lambda _: tokens("hello")))) as client:
+        assert "timings" not in json.dumps([await ask(client, kind), await stream(client, kind)])
+        whole = (await ask(client, kind, timings=True))["timings"]
+        seconds = {"tokenize_s", "queue_s", "prefill_s", "handoff_s", "decode_s"}
+        assert whole.keys() == seconds | {"transfer_bytes", "cached_tokens", "attempts"}
+        assert all(whole[name] >= 0 for name in seconds)
+        assert (whole["transfer_bytes"], whole["cached_tokens"], whole["attempts"]) == (TRANSFER_BYTES, 3, 2)
+        for options in ({}, {"stream_options": {"include_usage": True}}):
+            *chunks, last, _ = await stream(client, kind, timings=True, **options)
+            assert last["timings"].keys() == whole.keys()
+            assert bool(last["choices"]) is not bool(options)
+            assert "timings" not in json.dumps(chunks)
+
+
+async def test_timings_of_several_prompts_leave_one_out() -> None:
+    async with http(Edge(FakeDispatcher(lambda _: tokens("hello")))) as client:
+        body = {"prompt": ["a", "b"], "timings": True}
+        told = (await client.post(PATHS["text"], json=body)).json()["timings"]
+        assert (told["transfer_bytes"], told["cached_tokens"], told["attempts"]) == (2 * TRANSFER_BYTES, 6, 4)
+        *chunks, last, _ = await stream(client, "text", **body)
+        assert [chunk["choices"][0]["finish_reason"] for chunk in chunks].count("length") == 1
+        assert last["timings"]["transfer_bytes"] == 2 * TRANSFER_BYTES
 
 
 async def test_several_prompts_are_mixed_up() -> None:

@@ -9,7 +9,7 @@ import pytest
 from router.request import FinishReason
 from router.worker import LoadReport, Role
 from splitserve.service.reasons import Reason
-from tests.router.cluster_fakes import FakeWorker, Router, collect, ids, request
+from tests.router.cluster_fakes import FakeWorker, Router, collect, ids
 from tests.router.test_membership_unit import settle
 
 B = 16
@@ -183,7 +183,7 @@ async def test_priorities_make_two_requests_wait_for_each_other(lengths: tuple[i
     prefill, decode = router.join(Role.PREFILL, "p0"), router.join(Role.DECODE, "d0", num_blocks=7)
     tasks = []
     for index, length in enumerate(lengths):
-        flow = router.dispatcher.submit(request(length, priority=9 if index == urgent else 0))
+        flow = router.submit(length, priority=9 if index == urgent else 0)
         tasks.append(asyncio.create_task(collect(flow)))
         await settle()
     attempt = await run_attempt(prefill, decode)

@@ -8,6 +8,7 @@ import grpc
 import pytest
 
 from router.request import FinishReason, GenerationRequest, TokenEvent
+from router.stages import StageClock
 from splitserve.service.errors import Internal, Overloaded, Unavailable
 from splitserve.service.grpc_errors import from_rpc_error
 from splitserve.v1 import inference_pb2 as pb
@@ -151,8 +152,8 @@ async def test_a_refusal_by_the_cluster_reaches_the_caller_as_rejected(error: Ex
 
 async def test_a_request_that_no_worker_ever_took_was_rejected_and_did_not_fail() -> None:
     class NeverTaken(FakeDispatcher):
-        def submit(self, request: GenerationRequest) -> FakeGeneration:
-            generation = super().submit(request)
+        def submit(self, request: GenerationRequest, stages: StageClock) -> FakeGeneration:
+            generation = super().submit(request, stages)
             generation.attempts = 0
             return generation
 

@@ -6,6 +6,8 @@ import threading
 import grpc
 import pytest
 
+from router.request import GenerationRequest
+from router.stages import StageClock
 from splitserve.service.errors import Unavailable
 from splitserve.service.grpc_errors import from_rpc_error
 from tests.router.edge import Edge, running, until
@@ -29,8 +31,8 @@ def start(edge: Edge) -> tuple["asyncio.Task[tuple[str, grpc.aio.AioRpcError]]",
 class NeverTaken(FakeDispatcher):
     """Every request stays in the queue."""
 
-    def submit(self, request: object) -> FakeGeneration:
-        generation = super().submit(request)  # type: ignore[arg-type]
+    def submit(self, request: GenerationRequest, stages: StageClock) -> FakeGeneration:
+        generation = super().submit(request, stages)
         generation.attempts = 0
         return generation
 

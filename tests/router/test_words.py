@@ -54,6 +54,7 @@ async def test_renewal_names_another_ticket_or_other_outputs() -> None:
             reports.TransferLost(1, "a", "t1", Reason.TRANSFER_FAILED, "link_lost"),
             heard.TransferLost("d0", "t1", Reason.TRANSFER_FAILED, "link_lost"),
         ),
+        (reports.Transferred(1, "a", "t1", 4096), heard.Transferred("t1", 4096)),
         (reports.Refused(1, "a", Reason.DRAINING, "ends"), heard.Refused("d0", Reason.DRAINING, "ends")),
         (reports.AttemptEnded(1, "a", Reason.DRAINING, "ends"), heard.Ended("d0", Reason.DRAINING, "ends")),
     ],

@@ -19,6 +19,7 @@ from splitserve.worker.clock import Signs
 REPEATABLE = frozenset({"reserved", "already_running", "accepted", "refused", "first_tokens", "step_tokens"}) | {
     "prompt_logprobs",
     "transfer_lost",
+    "transferred",
     "attempt_ended",
     "reserve",
     "renew",
