@@ -7,7 +7,6 @@ from prometheus_client import generate_latest
 
 from router.request import FinishReason
 from router.stages import Stage, StageClock
-from router.worker import Role
 from splitserve.service.reasons import Reason
 from tests.router.cluster_fakes import Router, collect
 from tests.router.driving import hand_off, next_attempt, until
@@ -84,17 +83,15 @@ async def test_time_of_a_lost_attempt_is_lost() -> None:
 
 async def test_search_for_another_prefill_worker_is_taken_for_prefill() -> None:
     router, clock = Router(), Clock()
-    (first,), (decode,) = router.pairs()
+    prefills, (decode,) = router.pairs(num_prefill=2)
     stages = router.stage_clock(clock)
     task = asyncio.create_task(collect(router.submit(stages=stages)))
-    attempt = await hand_off(first, decode)
+    _, first, attempt = await next_attempt(prefills, [decode])
+    [other] = [prefill for prefill in prefills if prefill is not first]
     clock.now += 1  # prefill
     router.leave(first)
-    await until(lambda: num_stays(router, Stage.PREFILL) == 1)
-    clock.now += 2  # sought
-    other = router.join(Role.PREFILL, "p1")
     await decode.command("renew")
-    clock.now += 4  # renewed
+    clock.now += 6  # queue
     decode.reserved(attempt, 2)
     await other.command("prefill")
     other.accepted(attempt)

@@ -531,3 +531,23 @@ def test_fault_that_passes_lives_on_in_the_cache(
         tokens = (prompt + expected)[:length]
         num_outputs = 20 - (length - len(prompt))
         assert pair.generate([tokens], max_tokens=num_outputs) == [expected[len(expected) - num_outputs :]]
+
+
+@pytest.mark.parametrize(("length", "num_cached", "num_sent"), [(2 * B + 3, 0, 3), (2 * B + 3, 2, 1), (2 * B, 2, 0)])
+def test_bytes_told_to_the_router_never_travelled(
+    make_pair: MakePair, length: int, num_cached: int, num_sent: int
+) -> None:
+    """Told once and before decode's first token, and the same that the metric counts."""
+    pair = make_pair()
+    if num_cached:
+        warm(pair, 0, num_cached)
+    reported = len(pair.decode.reports)
+    attempt = pair.begin(X[:length], max_tokens=3)
+    finish(pair, attempt)
+    said = pair.decode.reports[reported:]
+    [told] = [report for report in said if isinstance(report, reports.Transferred)]
+    [counted] = [report for report in said if isinstance(report, reports.TransferReport)]
+    assert (told.session, told.attempt) == (1, attempt)
+    assert told.num_bytes == counted.num_bytes == num_sent * pair.decode.runner.pool.layout.block_nbytes
+    kinds = [type(report) for report in said]
+    assert kinds.index(reports.Transferred) < kinds.index(reports.StepTokens)
