@@ -104,6 +104,14 @@ def test_samples_were_lost_or_mixed(router: FakeRouter) -> None:
     assert router.requests[0].sampling_params.n == 3
 
 
+def test_timings_are_not_told_or_in_the_text(router: FakeRouter) -> None:
+    done = run("generate", "timings", "--timings", "--quiet", "--target", router.target)
+    assert (done.returncode, done.stdout) == (0, "a\n")
+    assert done.stderr == (
+        "[tokenize 0.500 s, queue 1.000 s, prefill 2.000 s, hand-off 4.000 s, decode 8.000 s; 4,096 bytes sent]\n"
+    )
+
+
 TABLES = """\
  prompt   token   logprob  likeliest in its place
       0       5

@@ -108,6 +108,14 @@ async def _stop_token(_: FakeRouter) -> AsyncIterator[Response]:
     yield complete(matched_stop_token_id=0, finish_reason="stop")
 
 
+async def _timings(router: FakeRouter) -> AsyncIterator[Response]:
+    """Told only to who has asked for them."""
+    seconds = {"tokenize_s": 0.5, "queue_s": 1, "prefill_s": 2, "handoff_s": 4, "decode_s": 8}
+    timings = inference_pb2.Timings(**seconds, transfer_bytes=4096)
+    yield chunk("a", 0)
+    yield complete(timings=timings if router.requests[-1].timings else None)
+
+
 async def _refuse(_: FakeRouter) -> AsyncIterator[Response]:
     raise Overloaded("queue holds 64 of 64 requests", retry_after_s=1.5, reason="QUEUE_FULL")
     yield  # makes this a generator
@@ -187,6 +195,7 @@ SCRIPTS: dict[str, Callable[[FakeRouter], AsyncIterator[Response]]] = {
     "stop token": _stop_token,
     "logprobs": _logprobs,
     "three": _three,
+    "timings": _timings,
     "slow prompt": _slow_prompt,
     "refuse": _refuse,
     "fail midway": _fail_midway,

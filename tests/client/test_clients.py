@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from splitserve import AsyncClient, Client
-from splitserve.client.types import Chunk, Generation, Sample, TokenLogprobs
+from splitserve.client.types import Chunk, Generation, Sample, Timings, TokenLogprobs
 from splitserve.service import errors
 from tests.client.fake_router import ECHO_IDS, WORDS, FakeRouter
 
@@ -94,6 +94,13 @@ async def test_samples_were_mixed_up(client: Any) -> None:
         Sample("ccc", (2, 12), "length", None, 2),
     )
     assert (result.text, result.completion_tokens, result.prompt_tokens, result.attempts) == ("aaa", 5, 3, 3)
+
+
+async def test_timings_were_lost_or_not_asked_for(client: Any) -> None:
+    assert (await client.generate("timings")).timings is None
+    told = (await client.generate("timings", timings=True)).timings
+    assert told == Timings(0.5, 1, 2, 4, 8, 4096)
+    assert told.total_s == 15.5
 
 
 @pytest.mark.parametrize(("num", "reason"), [(4, "TRUNCATED_STREAM"), (2, "ODD_SAMPLE")])
