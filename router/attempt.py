@@ -81,6 +81,11 @@ class Attempt:
         self._unwanted: set[str] = set()
         self._is_closed = False
 
+    def drop(self, sample: int) -> None:
+        """Nobody wants any more of this sample; others are unfinished."""
+        if self._unfinished is not None:
+            self._unfinished.drop(sample)
+
     def deliver(self, event: AttemptEvent) -> None:
         self._inbox.put(self, event)
 

@@ -1,9 +1,9 @@
-"""The request as one attempt sees it: made by `flow`, read by `attempt`."""
+"""The request as one attempt sees it: made by `chain`, read by `attempt`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from router.failures import Failures
+from router.failures import ChainFailures
 from router.stages import StageClock
 from router.worker import Start
 
@@ -14,6 +14,6 @@ class Carried:
 
     start: Callable[[], Start]
     seconds_left: Callable[[], float]
-    failures: Failures
+    failures: ChainFailures
     stages: StageClock
     traceparent: str

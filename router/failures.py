@@ -1,6 +1,6 @@
 """The failures of one request: counted once each, and whether it may be tried again after them.
 
-Made by `flow`, which counts the attempts that are lost; an attempt counts its legs, and says who has answered.
+Made by `flow`; a `chain` counts the attempts that it loses; an attempt counts its legs, and says who has answered.
 """
 
 from collections.abc import Callable, Mapping, Set
@@ -31,12 +31,17 @@ class Failures:
         self._deaths = deaths
         self._config = config
         self._num = 0
+        # Causes are numbered as they become known; the last one of each worker at fault.
+        self.num_causes = 0
+        self._last_of: dict[str, int] = {}
         self._ran_on: set[str] = set()
         # Who may have died of, or before, what has been counted: nothing was heard of it since.
         self._suspects: set[str] = set()
 
-    async def count(self, lost: AttemptLostError) -> None:
-        """Of an attempt, or of a leg of one; raises the client's error if there is to be no other."""
+    async def count(self, lost: AttemptLostError, since: int) -> None:
+        """Of an attempt, or of a leg of one, which began when `num_causes` was `since`: if another sample has met with
+        a failure of the same worker since then, this is the same one. Raises the client's error if there is to be no
+        other attempt."""
         if lost.reason == Reason.TOO_LARGE:  # it was not when it was admitted: larger workers have left
             raise Unavailable(f"{lost.reason}: {lost.message}", reason="NO_WORKERS", retry_after_s=1.0)
         if lost.is_fatal:
@@ -45,9 +50,11 @@ class Failures:
             # Its effect was heard of first: counted already, and perhaps put down to the other side.
             self.avoid -= self._suspects
             self._suspects.clear()
-        else:
+            self._note_cause(lost.worker)
+        elif self._last_of.get(lost.worker, 0) <= since:
             self._num += 1
             self._suspects |= lost.suspects
+            self._note_cause(lost.worker)
         self.avoid.add(lost.worker)
         self._ran_on |= lost.ran_on
         await self._check_deaths(lost)
@@ -55,6 +62,10 @@ class Failures:
             raise Unavailable(
                 f"{self._num} attempts failed, the last one by {lost}", reason="ATTEMPTS_EXHAUSTED", retry_after_s=1.0
             )
+
+    def _note_cause(self, worker: str) -> None:
+        self.num_causes += 1
+        self._last_of[worker] = self.num_causes
 
     def heard_of(self, worker: str) -> None:
         """It has answered: whatever failed before, it did not die then."""
@@ -83,3 +94,24 @@ class Failures:
         if all(end is End.SEEN for end in deaths.values()):
             raise Internal(message, reason="WORKERS_DIED")
         raise Unavailable(message, reason="WORKERS_DIED", retry_after_s=1.0)  # it may have been the network
+
+
+class ChainFailures:
+    """The failures of a request as one of its chains meets with them. Several run on one worker at the same time, and
+    its death is one failure of the request."""
+
+    def __init__(self, failures: Failures) -> None:
+        self._failures = failures
+        self._since = failures.num_causes
+
+    def begin_attempt(self) -> None:
+        """What fails from now on is not what others have counted by now."""
+        self._since = self._failures.num_causes
+
+    async def count(self, lost: AttemptLostError) -> None:
+        """As `Failures.count`."""
+        await self._failures.count(lost, self._since)
+        self._since = self._failures.num_causes
+
+    def heard_of(self, worker: str) -> None:
+        self._failures.heard_of(worker)

@@ -98,6 +98,9 @@ class Generation(Protocol):
 
     def __aiter__(self) -> AsyncIterator[Event]: ...
 
+    def stop(self, sample: int) -> None:
+        """This sample is over although the workers go on with it; others are not."""
+
     async def aclose(self) -> None:
         """Releases the workers at any stage; idempotent, and does not wait for them."""
 

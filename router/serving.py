@@ -197,6 +197,8 @@ class Serving:
             )
             if not unfinished:
                 return delta.finish
+            if event.finish_reason is None:
+                generation.stop(event.sample)
         raise Internal("the output ended without a finish reason")
 
 

@@ -134,8 +134,11 @@ class FakeWorker:
         token: int,
         finish: FinishReason | None = None,
         logprobs: TokenLogprobs | None = None,
+        samples: Sequence[int] = (0,),
     ) -> None:
-        self.say(attempt, FirstTokensArrived((self._token(position, token, finish, logprobs),)))
+        """The same token for each of the samples."""
+        tokens = (self._token(position, token, finish, logprobs, sample) for sample in samples)
+        self.say(attempt, FirstTokensArrived(tuple(tokens)))
 
     def token(
         self,
@@ -144,13 +147,19 @@ class FakeWorker:
         token: int,
         finish: FinishReason | None = None,
         logprobs: TokenLogprobs | None = None,
+        sample: int = 0,
     ) -> None:
-        self.say(attempt, self._token(position, token, finish, logprobs))
+        self.say(attempt, self._token(position, token, finish, logprobs, sample))
 
     def _token(
-        self, position: int, token: int, finish: FinishReason | None, logprobs: TokenLogprobs | None
+        self,
+        position: int,
+        token: int,
+        finish: FinishReason | None,
+        logprobs: TokenLogprobs | None,
+        sample: int,
     ) -> TokenArrived:
-        return TokenArrived(self.worker.worker_id, 0, position, token, finish, logprobs)
+        return TokenArrived(self.worker.worker_id, sample, position, token, finish, logprobs)
 
 
 class Router:

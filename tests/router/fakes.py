@@ -124,6 +124,7 @@ class FakeGeneration:
         self.cached_tokens = 3
         self.num_taken = 0
         self.num_closed = 0
+        self.stopped: list[int] = []
         self._script = list(script)
 
     async def __aiter__(self) -> AsyncIterator[Event]:
@@ -135,6 +136,9 @@ class FakeGeneration:
             else:
                 self.num_taken += 1
                 yield step
+
+    def stop(self, sample: int) -> None:
+        self.stopped.append(sample)
 
     async def aclose(self) -> None:
         self.num_closed += 1

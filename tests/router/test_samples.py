@@ -1,0 +1,182 @@
+"""Several samples of one request: lost together, they go on apart and at the same time; each ends once."""
+
+import asyncio
+
+import pytest
+
+from router.flow import RequestFlow
+from router.request import Event, FinishReason, TokenEvent
+from router.worker import Role
+from splitserve.service.errors import Unavailable
+from splitserve.service.reasons import Reason
+from tests.router.cluster_fakes import FakeWorker, Router, collect
+from tests.router.driving import next_attempt, until
+
+END = FinishReason.LENGTH
+
+
+class Reading:
+    """A client that reads a flow in its own task."""
+
+    def __init__(self, flow: RequestFlow) -> None:
+        self.events: list[Event] = []
+        self.flow = flow
+        self.task = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        try:
+            async for event in self.flow:
+                self.events.append(event)
+        finally:
+            await self.flow.aclose()
+
+    def text(self, sample: int) -> list[int]:
+        return [event.token_id for event in self.events if isinstance(event, TokenEvent) and event.sample == sample]
+
+    async def leave(self) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+
+async def begun(router: Router, num_decode: int = 2, n: int = 3) -> tuple[Reading, FakeWorker, FakeWorker, str]:
+    """A request whose samples have their first tokens, 100 + index: (reading, decode, another decode, attempt id)."""
+    (prefill,), decodes = router.pairs(1, num_decode)
+    reading = Reading(router.submit(n=n))
+    decode, prefill, attempt = await next_attempt([prefill], decodes)
+    for sample in range(n):
+        prefill.first(attempt, 0, 100 + sample, samples=(sample,))
+        decode.token(attempt, 0, 100 + sample, sample=sample)
+    await until(lambda: len(reading.events) == n)
+    others = [other for other in decodes if other is not decode]
+    return reading, decode, others[0] if others else decode, attempt
+
+
+async def go_on(decode: FakeWorker, number: int) -> tuple[str, int, tuple[int, ...]]:
+    """Grants the `number`-th reservation: (attempt, sample, its outputs)."""
+    attempt, start = await decode.command("reserve", number)
+    assert start is not None
+    ((sample, outputs),) = start.outputs.items()
+    decode.reserved(attempt)
+    return attempt, sample, outputs
+
+
+async def test_samples_of_a_dead_worker_go_on_one_after_another() -> None:
+    """C65: all that are left run again at the same time, the finished one does not; one death is one failure."""
+    router = Router(max_attempts=2)
+    reading, decode, other, attempt = await begun(router)
+    decode.token(attempt, 1, 7, END, sample=1)
+    await until(lambda: len(reading.events) == 4)
+    router.leave(decode)
+    again = [await go_on(other, number) for number in range(2)]
+    assert sorted((sample, outputs) for _, sample, outputs in again) == [(0, (100,)), (2, (102,))]
+    for later, sample, _ in again:
+        other.token(later, 1, 50 + sample, END, sample=sample)
+    await reading.task
+    assert [reading.text(sample) for sample in range(3)] == [[100, 50], [101, 7], [102, 52]]
+    assert reading.flow.attempts == 3
+    assert len(other.channel.of_kind("reserve")) == 2
+    router.assert_idle()
+
+
+async def test_each_death_counts_as_often_as_there_are_samples() -> None:
+    """Two deaths are two failures, however many samples each of them interrupts; then it is enough."""
+    router = Router(max_attempts=2, max_deaths=3)
+    reading, decode, other, _ = await begun(router)
+    router.leave(decode)
+    for number in range(3):
+        await go_on(other, number)
+    router.join(Role.DECODE, "d9")
+    router.leave(other)
+    with pytest.raises(Unavailable, match="2 attempts failed"):
+        await reading.task
+    router.assert_idle()
+
+
+async def test_failure_of_an_attempt_that_began_after_it_was_counted_is_not_counted() -> None:
+    router = Router(max_attempts=2, max_deaths=9)
+    reading, decode, _, attempt = await begun(router, num_decode=1, n=2)
+    decode.ended(attempt, Reason.TIMEOUT)
+    for number in (1, 2):
+        again, _, _ = await go_on(decode, number)
+        decode.ended(again, Reason.TIMEOUT)
+    with pytest.raises(Unavailable, match="2 attempts failed"):
+        await reading.task
+    router.assert_idle()
+
+
+async def test_client_that_leaves_leaves_samples_that_run_apart_behind() -> None:
+    router = Router()
+    reading, decode, other, _ = await begun(router)
+    router.leave(decode)
+    attempts = [(await go_on(other, number))[0] for number in range(2)]
+    await other.command("reserve", 2)
+    await reading.leave()
+    router.assert_idle()
+    assert set(attempts) <= set(other.channel.of_kind("release"))
+
+
+async def test_samples_that_have_not_begun_are_computed_once_each() -> None:
+    """Until the first token one transfer can carry the prompt for all, so the next attempt serves all of them, too."""
+    router = Router()
+    (prefill,), (decode,) = router.pairs()
+    task = asyncio.create_task(collect(router.submit(n=3)))
+    first, _ = await decode.command("reserve")
+    decode.refused(first)
+    second, start = await decode.command("reserve", 1)
+    assert start is not None
+    assert start.outputs == {0: (), 1: (), 2: ()}
+    decode.reserved(second)
+    await prefill.command("prefill")
+    prefill.accepted(second)
+    prefill.first(second, 0, 9, END, samples=(0, 1, 2))
+    assert [event.sample for event in await task] == [0, 1, 2]
+    router.assert_idle()
+
+
+async def test_sample_gives_up_while_another_one_has_its_room() -> None:
+    """After the death there is room for one sample at a time: the other waits for as long as that one runs."""
+    router = Router(failover_timeout=0.1)
+    reading, decode, _, _ = await begun(router, n=2)
+    for fake in router.fakes:
+        if fake.worker.role is Role.DECODE and fake is not decode:
+            router.leave(fake)
+    small = router.join(Role.DECODE, "small", max_num_seqs=1)
+    router.leave(decode)
+    first, sample, _ = await go_on(small, 0)
+    await asyncio.sleep(0.35)
+    assert not reading.task.done()
+    small.token(first, 1, 7, END, sample=sample)
+    second, other, _ = await go_on(small, 1)
+    small.token(second, 1, 8, END, sample=other)
+    await reading.task
+    assert {sample, other} == {0, 1}
+    router.assert_idle()
+
+
+@pytest.mark.parametrize("where", ["together", "waiting", "apart"])
+async def test_stopped_sample_is_run_again_or_holds_a_worker(where: str) -> None:
+    """A stop string is the router's to find: the worker knows nothing of that end."""
+    router = Router()
+    reading, decode, other, attempt = await begun(router)
+    if where == "together":
+        reading.flow.stop(1)
+        decode.token(attempt, 1, 7, sample=1)
+    router.leave(decode)
+    if where == "waiting":
+        await until(lambda: len(other.channel.of_kind("reserve")) == 3)
+        reading.flow.stop(1)
+    again = {}
+    for number in range(2 if where == "together" else 3):
+        later, start = await other.command("reserve", number)
+        assert start is not None
+        again[next(iter(start.outputs))] = later
+        other.reserved(later)
+    if where == "apart":
+        reading.flow.stop(1)
+    if where != "together":
+        assert again[1] in other.channel.of_kind("release")
+    for sample in (0, 2):
+        other.token(again[sample], 1, 7, END, sample=sample)
+    await reading.task
+    assert [reading.text(sample) for sample in range(3)] == [[100, 7], [101], [102, 7]]
+    router.assert_idle()
