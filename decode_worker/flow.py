@@ -29,6 +29,7 @@ log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 # Among the reasons for which transfers fail, for the metrics: every block came, and Finish was not what was asked for.
 _MISMATCH = "mismatch"
+_OUT_OF_BLOCKS = "out of blocks"
 
 
 class DecodeEngine(EngineBase):
@@ -49,8 +50,8 @@ class DecodeEngine(EngineBase):
                 self._reserve(item)
             case commands.Renew():
                 self._renew(item)
-            case commands.Release(attempt=attempt, reason=reason):
-                self._release(attempt, f"released by the router: {reason}")
+            case commands.Release():
+                self._on_release(item)
             case commands.EndSession(session=session):
                 for orphan in self._reservations.attempts_of(session) | self._running.attempts_of(session):
                     self._release(orphan, "the router is gone")
@@ -189,6 +190,31 @@ class DecodeEngine(EngineBase):
         for sequence in self._running.of_attempt(attempt):
             self._running.drop(sequence)
 
+    def _on_release(self, command: commands.Release) -> None:
+        if not command.samples:
+            self._release(command.attempt, f"released by the router: {command.reason}")
+            return
+        for sequence in self._running.of_attempt(command.attempt):
+            if sequence.sample in command.samples:
+                self._running.drop(sequence)
+                self._note_end(command.attempt)
+
+    def _note_end(self, attempt: str) -> None:
+        """One of its sequences has ended: if it was the last one, so has the attempt."""
+        if not self._running.of_attempt(attempt):
+            self._ended.add(attempt)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Its siblings go on, if it has any."""
+        if len(self._running.of_attempt(sequence.attempt)) == 1:
+            self._end(sequence, Reason.PREEMPTED, _OUT_OF_BLOCKS)
+            return
+        self._running.drop(sequence)
+        session, attempt, sample = sequence.session, sequence.attempt, sequence.sample
+        trace = sequence.traceparent
+        log.warning("sample preempted", attempt=attempt, sample=sample, detail=_OUT_OF_BLOCKS, traceparent=trace)
+        self._publish(reports.AttemptEnded(session, attempt, Reason.PREEMPTED, _OUT_OF_BLOCKS, (sample,)))
+
     def _end(self, holder: Reservation | Sequence, reason: Reason, message: str) -> None:
         """Tells the router that the attempt is lost, with all its samples, then lets it go."""
         self._report_end(holder, reason, message)
@@ -264,8 +290,8 @@ class DecodeEngine(EngineBase):
         """Ends who has to go; returns the sequences to compute."""
         for attempt in plan.revoke:
             self._end(self._reservations[attempt], Reason.PREEMPTED, "its blocks went to a running sequence")
-        for attempt in plan.preempt:
-            self._end(self._running.of_attempt(attempt)[0], Reason.PREEMPTED, "out of blocks")
+        for key in plan.preempt:
+            self._preempt(self._running[key])
         return self._running.batch(plan)
 
     def _take_tokens(self, drawn: list[tuple[Sequence, messages.Token]]) -> None:
@@ -273,8 +299,8 @@ class DecodeEngine(EngineBase):
         for session, tokens in self._running.take_tokens(drawn).items():
             self._publish(reports.StepTokens(session=session, tokens=tokens))
         for sequence, token in drawn:
-            if token.finish_reason and not self._running.of_attempt(sequence.attempt):
-                self._ended.add(sequence.attempt)
+            if token.finish_reason:
+                self._note_end(sequence.attempt)
 
     def load(self) -> reports.Load:
         return load_report(

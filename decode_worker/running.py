@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import msgspec
 
-from decode_worker.scheduler import AttemptView, SequenceView, StepPlan, num_growing
+from decode_worker.scheduler import SequenceView, StepPlan, num_growing
 from decode_worker.state import Sequence
 from splitserve.engine.allocator import BlockAllocator
 from splitserve.worker import messages
@@ -28,6 +28,9 @@ class Running:
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._by_key.values())
+
+    def __getitem__(self, key: str) -> Sequence:
+        return self._by_key[key]
 
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence.key in self._by_key
@@ -56,20 +59,13 @@ class Running:
     def attempts_of(self, session: int) -> set[str]:
         return {sequence.attempt for sequence in self if sequence.session == session}
 
-    def views(self) -> list[AttemptView]:
+    def views(self) -> list[SequenceView]:
         """As the scheduler sees them. What the end of each would free is counted only when somebody may have to go: it
         takes a look at every block."""
-        by_attempt: dict[str, list[Sequence]] = defaultdict(list)
-        for sequence in self:
-            by_attempt[sequence.attempt].append(sequence)
-        views = [
-            AttemptView(attempt, tuple(SequenceView(s.key, len(s.token_ids), len(s.blocks)) for s in sequences))
-            for attempt, sequences in by_attempt.items()
-        ]
+        views = [SequenceView(s.key, len(s.token_ids), len(s.blocks)) for s in self]
         if num_growing(views, self._block_size) <= self._allocator.available:
             return views
-        tables = [[block for sequence in group for block in sequence.blocks] for group in by_attempt.values()]
-        freed = self._allocator.count_released(tables)
+        freed = self._allocator.count_released([s.blocks for s in self])
         return [replace(view, num_freed=count) for view, count in zip(views, freed, strict=True)]
 
     def batch(self, plan: StepPlan) -> list[Sequence]:

@@ -1,7 +1,7 @@
 """Which attempts a decode worker takes, who decodes in the next step, and who gives way when blocks run out: pure
 decisions over plain data.
 
-An attempt is the unit: it ends whole, with all its samples, because the router goes on from an attempt's end.
+What runs is looked at sample by sample: one that gives way ends alone, and its siblings go on.
 """
 
 from collections.abc import Sequence
@@ -13,19 +13,12 @@ from splitserve.worker.admission import Refusal, Room, decode_blocks, lacks_bloc
 
 @dataclass(frozen=True, slots=True)
 class SequenceView:
-    """A running sequence: the step computes its last token, whose KV needs a slot in its block table."""
+    """A running sequence: the step computes its last token, whose KV needs a slot in its block table. `num_freed`
+    blocks become available if it ends after all younger ones."""
 
     key: str
     num_tokens: int
     num_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptView:
-    """The running samples of one attempt. `num_freed` blocks become available if it ends after all younger ones."""
-
-    attempt: str
-    sequences: tuple[SequenceView, ...]
     num_freed: int = 0
 
 
@@ -39,8 +32,8 @@ class ReservationView:
 
 @dataclass(slots=True)
 class StepPlan:
-    """`run` names the sequences that decode, after those in `grow` got one block each; `preempt` and `revoke` name
-    attempts that end, youngest first."""
+    """`run` names the sequences that decode, after those in `grow` got one block each; those in `preempt`, and
+    the attempts in `revoke`, end, youngest first."""
 
     run: list[str] = field(default_factory=list)
     grow: list[str] = field(default_factory=list)
@@ -64,13 +57,13 @@ def admit(num_tokens: int, num_samples: int, room: Room, *, num_seqs: int, max_n
     return lacks_blocks(num_blocks, room)
 
 
-def num_growing(running: Sequence[AttemptView], block_size: int) -> int:
+def num_growing(running: Sequence[SequenceView], block_size: int) -> int:
     """Blocks that the next step needs: one for each sequence whose table is full."""
-    return sum(_needs_block(sequence, block_size) for attempt in running for sequence in attempt.sequences)
+    return sum(_needs_block(sequence, block_size) for sequence in running)
 
 
 def plan_step(
-    running: Sequence[AttemptView],
+    running: Sequence[SequenceView],
     incomplete: Sequence[ReservationView],
     *,
     returning: int,
@@ -80,9 +73,9 @@ def plan_step(
     """Plans one step over `running` with `available` blocks; `returning` ones belong to reservations revoked before.
 
     `running` and `incomplete` are in order of arrival. Out of blocks, the youngest incomplete reservations go first,
-    and only what they cannot bring is taken from the youngest attempts. Sequences whose block is still on its way back
-    sit the step out, the youngest first. The oldest attempt never gives way to another; only one whose own samples
-    outgrow the whole pool ends, to go on as one attempt for each.
+    and only what they cannot bring is taken from the youngest sequences, of samples that began together from the last.
+    Sequences whose block is still on its way back sit the step out, the youngest first. The oldest never gives way: it
+    alone always fits, because its length is bounded.
     """
     plan = StepPlan()
     missing = num_growing(running, block_size) - available - returning
@@ -92,29 +85,22 @@ def plan_step(
         plan.revoke.append(reservation.attempt)
         missing -= reservation.num_blocks
     staying = list(running)
-    while missing > 0 and (len(staying) > 1 or _outgrows_the_pool(staying, plan, returning)):
+    while missing > 0 and len(staying) > 1:
         victim = staying.pop()
-        plan.preempt.append(victim.attempt)
+        plan.preempt.append(victim.key)
         available += victim.num_freed
         missing -= victim.num_freed + num_growing([victim], block_size)
-    for attempt in staying:
-        for sequence in attempt.sequences:
-            if not _needs_block(sequence, block_size):
-                plan.run.append(sequence.key)
-            elif available > 0:
-                available -= 1
-                plan.grow.append(sequence.key)
-                plan.run.append(sequence.key)
+    is_oldest_stuck = missing > 0 and not (plan.revoke or plan.preempt or returning)
+    assert not is_oldest_stuck, "the oldest sequence alone always fits: its length is bounded"
+    for sequence in staying:
+        if not _needs_block(sequence, block_size):
+            plan.run.append(sequence.key)
+        elif available > 0:
+            available -= 1
+            plan.grow.append(sequence.key)
+            plan.run.append(sequence.key)
     return plan
 
 
 def _needs_block(sequence: SequenceView, block_size: int) -> bool:
     return sequence.num_tokens > sequence.num_blocks * block_size
-
-
-def _outgrows_the_pool(staying: Sequence[AttemptView], plan: StepPlan, returning: int) -> bool:
-    """Whether the one attempt left has the pool for itself and still lacks blocks: then nothing else can bring them."""
-    if not staying or plan.preempt or plan.revoke or returning:
-        return False
-    assert len(staying[0].sequences) > 1, "the oldest sequence alone always fits: its length is bounded"
-    return True

@@ -7,7 +7,7 @@ the reservation is kept, and its ticket renewed for another leg.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Set
+from collections.abc import AsyncGenerator, Iterator, Set
 from dataclasses import replace
 
 import structlog
@@ -15,7 +15,7 @@ import structlog
 from kvtransfer.ticket import Ticket
 from router.attempt_state import BEFORE_FIRST_TOKEN, STAGES, WITH_LEG, WITHOUT_LEG, State, debt
 from router.carried import Carried
-from router.causes import AttemptLostError, Setback, explanation, is_effect, is_no_failure, loss
+from router.causes import AttemptLostError, SampleLost, Setback, explanation, is_effect, is_no_failure, loss
 from router.config import RouterConfig
 from router.events import (
     Accepted,
@@ -44,6 +44,9 @@ log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 # How often a prefill worker is looked for while none has room.
 _SEEK_INTERVAL_S = 0.05
 _KEEP_MARGIN_S = 1.0
+
+
+Arrived = TokenArrived | PromptLogprobsArrived | SampleLost
 
 
 class Attempt:
@@ -79,17 +82,20 @@ class Attempt:
         self._unfinished: TokenOrders | None = None  # until decode has been asked
         self._held: list[TokenArrived] = []
         self._unwanted: set[str] = set()
+        self._unwanted_samples: set[int] = set()
         self._is_closed = False
 
     def drop(self, sample: int) -> None:
         """Nobody wants any more of this sample; others are unfinished."""
         if self._unfinished is not None:
             self._unfinished.drop(sample)
+        self._unwanted_samples.add(sample)
+        self._release_unwanted_samples()
 
     def deliver(self, event: AttemptEvent) -> None:
         self._inbox.put(self, event)
 
-    async def tokens(self, carried: Carried) -> AsyncGenerator[TokenArrived | PromptLogprobsArrived, None]:
+    async def tokens(self, carried: Carried) -> AsyncGenerator[Arrived, None]:
         """Runs the attempt; each position once and in order, until every sample has finished.
 
         The prompt's logprobs, where they are asked for, come before any token.
@@ -110,6 +116,10 @@ class Attempt:
                     self._seek()
                 case Reserved(ticket=ticket):
                     self._on_ticket(ticket)
+                case Ended(samples=samples) as part if samples and not samples.issuperset(unfinished.samples):
+                    for sample in sorted(samples & unfinished.samples):
+                        unfinished.drop(sample)
+                        yield SampleLost(sample, self._loss(part))
                 case Refused() | Ended() | TransferLost() | WorkerLost() as setback:
                     await self._on_setback(setback)
                 case PromptLogprobsArrived() as arrived:
@@ -117,11 +127,13 @@ class Attempt:
                     yield arrived
                 case event:
                     self._held.extend(self._progress(event))
-            if not self._leg.is_scored:  # decode, which repeats the first token, may overtake the prompt's logprobs
-                continue
-            held, self._held = self._held, []
-            for token in unfinished.take(held):
-                yield token
+            if self._leg.is_scored:  # decode, which repeats the first token, may overtake the prompt's logprobs
+                for token in self._take_held(unfinished):
+                    yield token
+
+    def _take_held(self, unfinished: TokenOrders) -> Iterator[TokenArrived]:
+        held, self._held = self._held, []
+        return unfinished.take(held)
 
     # What goes well
 
@@ -172,6 +184,13 @@ class Attempt:
             if self._carried.start().sampling.prompt_logprobs is not None:  # nobody brings the rest of them
                 raise self._why_another
         self._advance(WITHOUT_LEG | {State.ARRIVING}, State.DECODING)
+        self._release_unwanted_samples()
+
+    def _release_unwanted_samples(self) -> None:
+        """Decode knows of samples only once it has the blocks."""
+        if self._unwanted_samples and self._state is State.DECODING and not self.decode.is_lost:
+            samples, self._unwanted_samples = sorted(self._unwanted_samples), set()
+            self.decode.channel.release(self.attempt_id, "not wanted any more", samples)
 
     def _advance(self, states: Set[State], following: State) -> None:
         """If it is still in one of them: what comes late or again changes nothing."""

@@ -46,6 +46,14 @@ class AttemptLostError(Exception):
         return f"{self.reason}: {self.message}"
 
 
+@dataclass(frozen=True, slots=True)
+class SampleLost:
+    """One sample of an attempt ended without finishing; others go on."""
+
+    sample: int
+    lost: AttemptLostError
+
+
 _NOBODY: frozenset[str] = frozenset()
 
 

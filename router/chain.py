@@ -13,11 +13,11 @@ from typing import Protocol
 
 import structlog
 
-from router.attempt import Attempt
+from router.attempt import Arrived, Attempt
 from router.carried import Carried
-from router.causes import AttemptLostError
+from router.causes import AttemptLostError, SampleLost
 from router.config import RouterConfig
-from router.events import PromptLogprobsArrived, TokenArrived
+from router.events import PromptLogprobsArrived
 from router.failures import ChainFailures, Deaths, Failures
 from router.metrics import RouterMetrics
 from router.queue import Waiting
@@ -167,7 +167,11 @@ class Chain:
         parting, self._unfinished = self._unfinished[1:], self._unfinished[:1]
         return parting
 
-    def _take(self, event: TokenArrived | PromptLogprobsArrived) -> Event | None:
+    def _take(self, event: Arrived) -> "Event | Chain | None":
+        if isinstance(event, SampleLost):
+            self._log_loss(event.lost)
+            self._unfinished.remove(event.sample)
+            return Chain(self._progress, [event.sample], self._last.followed_by(event.lost))
         if isinstance(event, PromptLogprobsArrived):
             fresh = self._progress.fresh_prompt_logprobs(event)
             return PromptLogprobs(fresh) if fresh else None
@@ -176,7 +180,7 @@ class Chain:
             self._unfinished.remove(event.sample)
         return TokenEvent(event.sample, event.position, event.token_id, event.finish_reason, event.logprobs)
 
-    async def _attempt_once(self) -> AsyncGenerator[TokenArrived | PromptLogprobsArrived, None]:
+    async def _attempt_once(self) -> AsyncGenerator[Arrived, None]:
         progress = self._progress
         waiting, self._waiting = self._waiting, None
         attempt = await self._granted(waiting or self._enqueue())
@@ -226,17 +230,21 @@ class Chain:
 
     async def _judge(self, lost: AttemptLostError) -> None:
         """Decides whether the request may be tried again; raises the client's error when not."""
+        self._log_loss(lost)
+        self._last = self._last.followed_by(lost)
+        if lost.is_failure and not lost.is_counted:
+            await self._failures.count(lost)
+
+    def _log_loss(self, lost: AttemptLostError) -> None:
         log.warning(
             "attempt lost",
             request_id=self._progress.request.request_id,
             attempt=self._progress.attempts,
+            samples=list(self._unfinished),
             reason=lost.reason,
             detail=lost.message,
             outputs=sum(map(len, self._progress.outputs.values())),
         )
-        self._last = self._last.followed_by(lost)
-        if lost.is_failure and not lost.is_counted:
-            await self._failures.count(lost)
 
     def _enqueue(self) -> Waiting:
         progress, start = self._progress, self._progress.start(self._unfinished)

@@ -77,9 +77,12 @@ class FirstTokensArrived:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
+    """The attempt as a whole, or the `samples` named, while others go on."""
+
     worker: str
     reason: Reason
     message: str
+    samples: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

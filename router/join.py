@@ -5,7 +5,7 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import grpc
 import grpc.aio
@@ -92,8 +92,8 @@ class JoinChannel:
             )
         )
 
-    def release(self, attempt_id: str, reason: str) -> None:
-        self.send(pb.RouterMessage(release=pb.Release(attempt_id=attempt_id, reason=reason)))
+    def release(self, attempt_id: str, reason: str, samples: Sequence[int] = ()) -> None:
+        self.send(pb.RouterMessage(release=pb.Release(attempt_id=attempt_id, reason=reason, samples=samples)))
 
     def close(self, reason: str) -> None:
         self._closed = True

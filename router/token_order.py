@@ -31,6 +31,10 @@ class TokenOrders:
     def __bool__(self) -> bool:
         return bool(self._orders)
 
+    @property
+    def samples(self) -> frozenset[int]:
+        return frozenset(self._orders)
+
     def drop(self, sample: int) -> None:
         """It is over, whatever still comes of it; unknown ones are ignored."""
         self._orders.pop(sample, None)

@@ -122,7 +122,7 @@ def to_event(worker: Worker, message: pb.WorkerMessage) -> tuple[str, AttemptEve
         case "attempt_ended":
             ended = message.attempt_ended
             reason = reason_from_proto(ended.reason)
-            return ended.attempt_id, Ended(worker.worker_id, reason, ended.message)
+            return ended.attempt_id, Ended(worker.worker_id, reason, ended.message, frozenset(ended.samples))
         case _:
             return "", None
 

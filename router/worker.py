@@ -5,7 +5,7 @@ only: commands leave through a `CommandChannel`, events arrive already translate
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -47,7 +47,8 @@ class CommandChannel(Protocol):
 
     def prefill(self, attempt_id: str, start: Start, ticket: Ticket, timeout_s: float, traceparent: str) -> None: ...
 
-    def release(self, attempt_id: str, reason: str) -> None: ...
+    def release(self, attempt_id: str, reason: str, samples: Sequence[int] = ()) -> None:
+        """Of the whole attempt, or only of those of its samples that are named."""
 
     def close(self, reason: str) -> None:
         """Ends the stream."""

@@ -45,8 +45,11 @@ class Prefill(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
+    """Of the whole attempt, or of the `samples` named, which decode."""
+
     attempt: str
     reason: str
+    samples: tuple[int, ...] = ()
 
 
 class EndSession(Message, frozen=True):

@@ -128,10 +128,13 @@ class StepTokens(Message, frozen=True):
 
 
 class AttemptEnded(Message, frozen=True):
+    """As a whole, or the `samples` named, while others go on."""
+
     session: int
     attempt: str
     reason: Reason
     message: str
+    samples: tuple[int, ...] = ()
 
 
 class LinkReport(Message, frozen=True):

@@ -47,7 +47,8 @@ def to_command(message: pb.RouterMessage, session: int) -> commands.Command | No
                 timeout_s=prefill.timeout_s,
             )
         case "release":
-            return commands.Release(attempt=message.release.attempt_id, reason=message.release.reason)
+            release = message.release
+            return commands.Release(release.attempt_id, release.reason, tuple(release.samples))
         case _:
             return None
 
@@ -118,10 +119,9 @@ def to_worker_message(report: reports.Report) -> pb.WorkerMessage:
             return pb.WorkerMessage(
                 refused=pb.Refused(attempt_id=attempt, reason=REASON_TO_PROTO[reason], message=text)
             )
-        case reports.AttemptEnded(attempt=attempt, reason=reason, message=text):
-            return pb.WorkerMessage(
-                attempt_ended=pb.AttemptEnded(attempt_id=attempt, reason=REASON_TO_PROTO[reason], message=text)
-            )
+        case reports.AttemptEnded(attempt=attempt, reason=reason, message=text, samples=samples):
+            ended = pb.AttemptEnded(attempt_id=attempt, reason=REASON_TO_PROTO[reason], message=text, samples=samples)
+            return pb.WorkerMessage(attempt_ended=ended)
         case reports.LinkReport(peer=peer, reachable=reachable, detail=detail):
             return pb.WorkerMessage(link_report=pb.LinkReport(peer_worker_id=peer, reachable=reachable, detail=detail))
         case _:

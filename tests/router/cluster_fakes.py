@@ -47,6 +47,7 @@ class FakeChannel:
     commands: list[tuple[str, str, Start | None]] = field(default_factory=list)
     tickets: list[str] = field(default_factory=list)
     renewals: list[tuple[str, str, Mapping[int, tuple[int, ...]]]] = field(default_factory=list)
+    released_samples: list[tuple[str, int]] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     # A prefill worker knows an attempt by its leg; tests speak of the attempt, and mean its last leg here.
     legs: dict[str, str] = field(default_factory=dict)
@@ -66,7 +67,10 @@ class FakeChannel:
         self.tickets.append(ticket.transfer_id)
         self._note("prefill", attempt, start)
 
-    def release(self, attempt_id: str, reason: str) -> None:
+    def release(self, attempt_id: str, reason: str, samples: Sequence[int] = ()) -> None:
+        if samples:
+            self.released_samples += [(attempt_id, sample) for sample in samples]
+            return
         attempt = next((attempt for attempt, leg in self.legs.items() if leg == attempt_id), attempt_id)
         self._note("release", attempt, None)
 
@@ -118,8 +122,9 @@ class FakeWorker:
     def refused(self, attempt: str, reason: Reason = Reason.NO_ROOM) -> None:
         self.say(attempt, Refused(self.worker.worker_id, reason, "the test says so"))
 
-    def ended(self, attempt: str, reason: Reason) -> None:
-        self.say(attempt, Ended(self.worker.worker_id, reason, "the test says so"))
+    def ended(self, attempt: str, reason: Reason, *samples: int) -> None:
+        """As a whole, or only these samples."""
+        self.say(attempt, Ended(self.worker.worker_id, reason, "the test says so", frozenset(samples)))
 
     def accepted(self, attempt: str, num_cached_tokens: int = 0) -> None:
         self.say(attempt, Accepted(num_cached_tokens))

@@ -180,3 +180,66 @@ async def test_stopped_sample_is_run_again_or_holds_a_worker(where: str) -> None
     await reading.task
     assert [reading.text(sample) for sample in range(3)] == [[100, 7], [101], [102, 7]]
     router.assert_idle()
+
+
+async def test_preempted_sample_ends_its_siblings() -> None:
+    """They go on where they are, and it goes on by itself; what it had is not made again."""
+    router = Router(max_attempts=1)
+    reading, decode, _, attempt = await begun(router)
+    decode.ended(attempt, Reason.PREEMPTED, 2)
+    decode.token(attempt, 1, 7, sample=0)
+    decode.token(attempt, 1, 9, sample=2)  # said by a mistake: it is over here
+    again, start = await asyncio.wait_for(reserved_again(router, attempt), 5)
+    assert start == {2: (102,)}
+    who = next(fake for fake in router.fakes if again in fake.channel.of_kind("reserve"))
+    who.reserved(again)
+    who.token(again, 1, 8, END, sample=2)
+    for sample in (0, 1):
+        decode.token(attempt, 2 - sample, 5, END, sample=sample)
+    await reading.task
+    assert [reading.text(sample) for sample in range(3)] == [[100, 7, 5], [101, 5], [102, 8]]
+    assert attempt not in decode.channel.of_kind("release")
+    router.assert_idle()
+
+
+async def reserved_again(router: Router, known: str) -> tuple[str, dict[int, tuple[int, ...]]]:
+    while True:
+        for fake in router.fakes:
+            for kind, attempt, start in fake.channel.commands:
+                if kind == "reserve" and attempt != known and start is not None:
+                    return attempt, dict(start.outputs)
+        await asyncio.sleep(0.001)
+
+
+async def test_end_of_all_samples_left_is_taken_for_that_of_some() -> None:
+    """The router has stopped the other one itself: nobody would be left to go on."""
+    router = Router(max_attempts=1)
+    reading, decode, other, attempt = await begun(router, n=2)
+    reading.flow.stop(1)
+    assert decode.channel.released_samples == [(attempt, 1)]
+    decode.ended(attempt, Reason.PREEMPTED, 0)
+    again, start = await asyncio.wait_for(reserved_again(router, attempt), 5)
+    assert start == {0: (100,)}
+    who = next(fake for fake in router.fakes if again in fake.channel.of_kind("reserve"))
+    who.reserved(again)
+    who.token(again, 1, 8, END)
+    await reading.task
+    assert attempt in decode.channel.of_kind("release")
+    assert other is not decode
+    router.assert_idle()
+
+
+async def test_sample_stopped_before_decode_has_the_blocks_runs_to_its_end() -> None:
+    router = Router()
+    (prefill,), (decode,) = router.pairs()
+    reading = Reading(router.submit(n=2))
+    decode, prefill, attempt = await next_attempt([prefill], [decode])
+    prefill.first(attempt, 0, 100, samples=(0, 1))
+    await until(lambda: len(reading.events) == 2)
+    reading.flow.stop(1)
+    assert decode.channel.released_samples == []
+    decode.token(attempt, 0, 100)
+    await until(lambda: decode.channel.released_samples == [(attempt, 1)])
+    decode.token(attempt, 1, 7, END)
+    await reading.task
+    router.assert_idle()

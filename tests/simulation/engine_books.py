@@ -56,7 +56,7 @@ class EngineBooks:
             case commands.Prefill(session=session, attempt=attempt, timeout_s=timeout_s):
                 self._sessions[attempt] = session
                 self._limits.setdefault((attempt, ""), timeout_s)
-            case commands.Release(attempt=attempt):
+            case commands.Release(attempt=attempt, samples=()):
                 self._released.append(attempt)
             case commands.EndSession(session=session):
                 self._released += [attempt for attempt, other in self._sessions.items() if other == session]

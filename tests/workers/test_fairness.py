@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode_worker import scheduler as decode
-from decode_worker.scheduler import AttemptView, ReservationView, SequenceView, StepPlan
+from decode_worker.scheduler import ReservationView, SequenceView, StepPlan
 from prefill_worker import scheduler as prefill
 from prefill_worker.scheduler import PromptView
 from router.queue import Waiting
@@ -212,10 +212,7 @@ class DecodeTier:
 
     def _plan(self) -> StepPlan:
         plan = decode.plan_step(
-            [
-                AttemptView(j.name, (SequenceView(j.name, j.num_tokens, j.num_blocks),), j.num_blocks)
-                for j in self.running
-            ],
+            [SequenceView(j.name, j.num_tokens, j.num_blocks, num_freed=j.num_blocks) for j in self.running],
             [ReservationView(job.name, job.num_blocks) for job in self.reserved],
             returning=sum(n for _, n in self.returning),
             available=self.num_available,

@@ -113,13 +113,45 @@ def test_released_samples_leave_shared_blocks_behind(make_pair: MakePair) -> Non
     pair.assert_drained()
 
 
-def test_preempted_sample_leaves_its_siblings_running(make_pair: MakePair) -> None:
-    """An attempt ends whole: the router goes on with each unfinished sample by itself."""
-    pair = make_pair(decode_blocks=9)
-    begin(pair, prompt_of(3 * B), [messages.Sample(index, []) for index in range(3)], max_tokens=200)
-    pair.until(lambda: bool(pair.endings("a")))
-    assert [ending.reason for ending in pair.endings("a")] == [Reason.PREEMPTED]
+def test_preempted_sample_takes_its_siblings_along(make_pair: MakePair, tiny: Tiny) -> None:
+    """Out of blocks the last sample goes, then the next one; the oldest goes on and has its whole text."""
+    pair, prompt = make_pair(decode_blocks=9), prompt_of(3 * B)
+    begin(pair, prompt, [messages.Sample(index, []) for index in range(3)], max_tokens=5 * B)
+    pair.until(lambda: any(token.finish_reason for token in pair.tokens("a")))
+    assert [(ending.reason, ending.samples) for ending in pair.endings("a")] == [
+        (Reason.PREEMPTED, (2,)),
+        (Reason.PREEMPTED, (1,)),
+    ]
+    by_sample = [[token.token_id for token in pair.tokens("a") if token.sample == index] for index in range(3)]
+    expected = greedy(tiny("llama"), prompt, 5 * B)
+    assert by_sample[0] == expected
+    assert len(by_sample[2]) < len(by_sample[1]) < 5 * B
+    assert by_sample[1] == expected[: len(by_sample[1])]
     pair.assert_drained()
+
+
+def test_released_sample_goes_on_or_takes_its_siblings_along(make_pair: MakePair) -> None:
+    pair = make_pair()
+    begin(pair, prompt_of(B + 3), [messages.Sample(index, []) for index in range(3)], max_tokens=40)
+    pair.until(lambda: len(pair.tokens("a")) > 12)
+    pair.decode.inbox.put(commands.Release("a", "test", (1,)))
+    pair.decode.inbox.put(commands.Release("a", "test", (1, 7)))
+    pair.until(lambda: sum(bool(token.finish_reason) for token in pair.tokens("a")) == 2)
+    assert {token.sample for token in pair.tokens("a") if token.finish_reason} == {0, 2}
+    assert len([token for token in pair.tokens("a") if token.sample == 1]) < 40
+    pair.assert_drained()
+    assert "a" in pair.decode.engine._ended
+
+
+def test_release_of_the_last_sample_keeps_the_attempt(make_pair: MakePair) -> None:
+    pair = make_pair()
+    begin(pair, prompt_of(B + 3), [messages.Sample(index, []) for index in range(2)], max_tokens=400)
+    pair.until(lambda: len(pair.tokens("a")) > 6)
+    for sample in (1, 0):
+        pair.decode.inbox.put(commands.Release("a", "test", (sample,)))
+    pair.assert_drained()
+    assert pair.endings("a") == []
+    assert "a" in pair.decode.engine._ended
 
 
 @pytest.mark.parametrize(

@@ -7,21 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_worker import scheduler as decode
-from decode_worker.scheduler import AttemptView, ReservationView, SequenceView, StepPlan
+from decode_worker.scheduler import ReservationView, SequenceView, StepPlan
 from prefill_worker import scheduler as prefill
 from prefill_worker.scheduler import Chunk, PromptView
 
 B = 4
 
 
-def sequence(key: str, over: int, num_blocks: int = 1) -> SequenceView:
+def view(key: str, over: int, num_freed: int = 1) -> SequenceView:
     """A sequence with `over` tokens more than its blocks have slots."""
-    return SequenceView(key, num_blocks * B + over, num_blocks)
-
-
-def view(key: str, over: int, num_freed: int = 1) -> AttemptView:
-    """An attempt of one sample."""
-    return AttemptView(key, (sequence(key, over, max(num_freed, 1)),), num_freed)
+    num_blocks = max(num_freed, 1)
+    return SequenceView(key, num_blocks * B + over, num_blocks, num_freed)
 
 
 def reservations(**sizes: int) -> list[ReservationView]:
@@ -35,7 +31,7 @@ FITS = [view(key, 0) for key in ("old", "mid", "new")]
 
 
 def plan(
-    running: list[AttemptView],
+    running: list[SequenceView],
     incomplete: list[ReservationView] | None = None,
     *,
     available: int = 0,
@@ -100,40 +96,32 @@ def test_more_sequences_are_preempted_than_needed() -> None:
 
 def test_blocks_that_others_hold_are_counted_as_freed() -> None:
     """The youngest shares all of its blocks with others: its end brings nothing, and the next one goes too."""
-    shared = AttemptView("new", (sequence("new", 0, 3),), num_freed=0)
+    shared = view("new", 0, num_freed=0)
     assert plan([FULL[0], FITS[1], shared]) == StepPlan(run=["old"], grow=["old"], preempt=["new", "mid"])
 
 
-def several(name: str, *overs: int, num_freed: int) -> AttemptView:
-    return AttemptView(name, tuple(sequence(f"{name}/{i}", over) for i, over in enumerate(overs)), num_freed)
-
-
-def test_sample_is_preempted_without_its_siblings() -> None:
-    """An attempt ends whole: it is one victim, and all that its end frees is counted once."""
-    trio = several("new", 1, 1, 0, num_freed=4)
-    assert plan([FULL[0], FITS[1], trio], available=1) == StepPlan(run=["old", "mid"], grow=["old"], preempt=["new"])
-    assert plan([trio, FULL[1]], available=2) == StepPlan(
-        run=["new/0", "new/1", "new/2"], grow=["new/0", "new/1"], preempt=["mid"]
+def test_sample_takes_its_siblings_along() -> None:
+    """The last of those that began together goes first, and alone; the oldest of all never does."""
+    trio = [view(f"old/{index}", 1) for index in range(3)]
+    assert plan(trio, available=2) == StepPlan(run=["old/0", "old/1"], grow=["old/0", "old/1"], preempt=["old/2"])
+    assert plan(trio) == StepPlan(run=["old/0"], grow=["old/0"], preempt=["old/2", "old/1"])
+    assert plan([*trio, FITS[1]], available=2) == StepPlan(
+        run=["old/0", "old/1", "old/2"], grow=["old/0", "old/1", "old/2"], preempt=["mid"]
     )
 
 
-def test_oldest_attempt_is_preempted() -> None:
-    """It may hold the youngest sample of all; only alone in a pool that its samples outgrow together does it end."""
-    trio = several("old", 0, 0, 1, num_freed=4)
-    assert plan([trio, FITS[1]]) == StepPlan(run=["old/0", "old/1", "old/2"], grow=["old/2"], preempt=["mid"])
-    assert plan([trio], returning=1) == StepPlan(run=["old/0", "old/1"])
-    assert plan([trio], reservations(r1=1)) == StepPlan(run=["old/0", "old/1"], revoke=["r1"])
-    assert plan([several("old", 1, 1, 1, num_freed=3)], returning=1) == StepPlan()
-    assert plan([trio]) == StepPlan(preempt=["old"])
+def test_oldest_sequence_is_preempted() -> None:
     alone = [view("old", 1, num_freed=3), view("new", -3)]
     assert plan(alone) == StepPlan(run=["old"], grow=["old"], preempt=["new"])
+    assert plan(alone[:1], returning=1) == StepPlan()
+    assert plan(alone[:1], reservations(r1=1)) == StepPlan(revoke=["r1"])
     with pytest.raises(AssertionError, match="oldest"):
         plan(alone[:1])
 
 
 @dataclass(frozen=True)
 class PoolState:
-    running: list[AttemptView]
+    running: list[SequenceView]
     incomplete: list[ReservationView]
     returning: int
     available: int
@@ -144,19 +132,15 @@ class PoolState:
 def pools(draw: st.DrawFn) -> PoolState:
     """Any state that decode can reach: a table lacks at most one slot, and one sequence alone always fits."""
     block_size = draw(st.integers(1, 4))
-    sample = st.tuples(st.integers(1, 5), st.integers(1 - block_size, 1))
-    running = []
-    for index, samples in enumerate(draw(st.lists(st.lists(sample, min_size=1, max_size=3), max_size=6))):
-        views = tuple(
-            SequenceView(f"{index}/{number}", blocks * block_size + over, blocks)
-            for number, (blocks, over) in enumerate(samples)
-        )
-        # The last block of each is always its own.
-        freed = draw(st.integers(len(views), sum(view.num_blocks for view in views)))
-        running.append(AttemptView(str(index), views, freed))
+    sizes = st.tuples(st.integers(1, 5), st.integers(1 - block_size, 1), st.integers(1, 5))
+    running = [
+        # The last block of each is always its own, others may be shared.
+        SequenceView(str(index), blocks * block_size + over, blocks, min(freed, blocks))
+        for index, (blocks, over, freed) in enumerate(draw(st.lists(sizes, max_size=12)))
+    ]
     incomplete = [ReservationView(f"r{i}", draw(st.integers(1, 4))) for i in range(draw(st.integers(0, 3)))]
     returning, available = draw(st.integers(0, 4)), draw(st.integers(0, 6))
-    if len(running) == 1 and len(running[0].sequences) == 1 and not (incomplete or returning):
+    if len(running) == 1 and not (incomplete or returning):
         available += 1
     return PoolState(running, incomplete, returning, available, block_size)
 
@@ -171,26 +155,17 @@ def test_some_pool_makes_decode_lose_or_overdraw(pool: PoolState) -> None:
         available=pool.available,
         block_size=pool.block_size,
     )
-    order = [attempt.attempt for attempt in pool.running]
-    staying = [attempt for attempt in pool.running if attempt.attempt not in step.preempt]
-    keys = [view.key for attempt in staying for view in attempt.sequences]
-    needy = [
-        view.key
-        for attempt in staying
-        for view in attempt.sequences
-        if view.num_tokens > view.num_blocks * pool.block_size
-    ]
+    order = [sequence.key for sequence in pool.running]
+    staying = [sequence for sequence in pool.running if sequence.key not in step.preempt]
+    keys = [sequence.key for sequence in staying]
+    needy = [s.key for s in staying if s.num_tokens > s.num_blocks * pool.block_size]
     # Those that end are the youngest, first the reservations.
     assert step.preempt == order[::-1][: len(step.preempt)]
     assert step.revoke == [r.attempt for r in reversed(pool.incomplete)][: len(step.revoke)]
     assert not step.preempt or len(step.revoke) == len(pool.incomplete)
-    if order and order[0] in step.preempt:
-        assert len(order) == 1
-        assert len(pool.running[0].sequences) > 1
-        assert not step.revoke
-        assert pool.returning == 0
+    assert not order or order[0] not in step.preempt
     # Growth: out of what is there, the oldest first; who gets no block sits out and nobody else does.
-    freed = sum(attempt.num_freed for attempt in pool.running if attempt.attempt in step.preempt)
+    freed = sum(sequence.num_freed for sequence in pool.running if sequence.key in step.preempt)
     assert step.grow == needy[: pool.available + freed]
     assert step.run == [key for key in keys if key not in needy or key in step.grow]
     # Who sits out has its block on the way, or the step before has to be carried out first.
