@@ -9,6 +9,7 @@ from splitserve.engine.sampling_params import SamplingParams
 from splitserve.service.errors import InvalidRequest
 from tests.cluster.harness import Cluster
 from tests.cluster.test_exact import prompt_of
+from tests.cluster.test_failover import busy
 from tests.reference import greedy, sampled
 from tests.tiny_models import EOS_TOKEN_ID
 
@@ -59,6 +60,45 @@ def test_leaving_in_the_middle_leaves_samples_running(pair: Cluster) -> None:
         seen = {next(stream).index for _ in range(40)}
     assert seen == {0, 1, 2, 3}
     pair.wait_drained()
+
+
+def test_sample_that_stops_takes_the_others_along(pair: Cluster) -> None:
+    """A stop string is found at the router: decode ends that sample alone."""
+    prompt, options = prompt_of(40), {"n": 3, "max_tokens": 60, "temperature": 1.0, "seed": 8, "ignore_eos": True}
+    whole = pair.client.generate(prompt, **options)
+    texts = [sample.text for sample in whole.samples]
+    pieces = (texts[1][at : at + 4] for at in range(8, len(texts[1]) - 4))
+    stop = next(piece for piece in pieces if piece not in texts[0] + texts[2] and "\ufffd" not in piece)
+    stopped = pair.client.generate(prompt, stop=[stop], **options)
+    assert [sample.text for sample in stopped.samples] == [texts[0], texts[1].split(stop)[0], texts[2]]
+    assert [sample.finish_reason for sample in stopped.samples] == ["length", "stop", "length"]
+    assert stopped.samples[1].matched_stop == stop
+    assert stopped.completion_tokens < whole.completion_tokens
+    pair.wait_drained()
+
+
+def test_death_changes_or_repeats_samples(two_by_three: Cluster, tiny: Tiny) -> None:
+    """The decode worker of three samples is killed after one of them has ended: the other two go on at the same time,
+    and each text is that of an undisturbed run."""
+    prompt = prompt_of(50)
+    bias = ((EOS_TOKEN_ID, 2.0),)
+    params = SamplingParams(max_tokens=300, temperature=1.0, seed=3, logit_bias=bias)
+    options = {"n": 3, "max_tokens": 300, "temperature": 1.0, "seed": 3, "logit_bias": dict(bias)}
+    expected = [sampled(tiny("gemma2"), prompt, params, sample_index=index) for index in range(3)]
+    shortest, second, _ = sorted(map(len, expected))
+    assert shortest + 10 < second
+    before = two_by_three.metric("splitserve_attempts_total")
+    with two_by_three.client.stream(prompt, **options) as stream:
+        num_seen = [0, 0, 0]
+        for chunk in stream:
+            num_seen[chunk.index] += 1
+            if min(num_seen) == shortest:
+                busy(two_by_three, "decode").kill()
+                break
+        answer = stream.result()
+    assert [list(sample.token_ids) for sample in answer.samples] == expected
+    assert answer.attempts == 3
+    assert two_by_three.metric("splitserve_attempts_total") - before == 3
 
 
 def test_more_samples_than_there_is_room_for_wait(pair: Cluster) -> None:

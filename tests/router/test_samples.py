@@ -11,6 +11,7 @@ from splitserve.service.errors import Unavailable
 from splitserve.service.reasons import Reason
 from tests.router.cluster_fakes import FakeWorker, Router, collect
 from tests.router.driving import next_attempt, until
+from tests.router.edge import Edge, running
 
 END = FinishReason.LENGTH
 
@@ -243,3 +244,32 @@ async def test_sample_stopped_before_decode_has_the_blocks_runs_to_its_end() -> 
     decode.token(attempt, 1, 7, END)
     await reading.task
     router.assert_idle()
+
+
+async def test_edge_keeps_a_stopped_sample_running_or_ends_it_for_all() -> None:
+    """Each sample has its own text, stop string and `complete`; what the workers say of it afterwards is not shown."""
+    said = [(0, "a"), (1, "x"), (2, "c"), (0, "b"), (1, "yz"), (2, "d")]
+    events = [
+        TokenEvent(sample, position // 3, ord(char), END if position // 3 == 1 and sample != 1 else None)
+        for position, (sample, text) in enumerate(said)
+        for char in text
+    ]
+    async with running(Edge()) as edge:
+        edge.dispatcher.script = lambda _: events
+        params = {"n": 3, "stop": ["xy"]}
+        messages = [message async for message in edge.generate(sampling_params=params)]
+        texts, ends = ["", "", ""], {}
+        for message in messages:
+            assert message.index not in ends
+            if message.HasField("complete"):
+                ends[message.index] = message.complete
+            else:
+                texts[message.index] += message.chunk.text
+        assert texts == ["ab", "", "cd"]
+        assert [ends[index].finish_reason for index in range(3)] == ["length", "stop", "length"]
+        assert [ends[index].completion_tokens for index in range(3)] == [2, 2, 2]
+        assert {end.prompt_tokens for end in ends.values()} == {2}
+        assert edge.dispatcher.generations[0].stopped == [1]
+        assert edge.sample("splitserve_prompt_tokens_total") == 2
+        assert edge.sample("splitserve_generation_tokens_total") == 6
+        assert edge.outcomes() == {"length": 1}
