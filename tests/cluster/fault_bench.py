@@ -39,7 +39,7 @@ _WORKER_FLAGS = {
 }
 # What a patient bench waits for without an end.
 _FOR_EVER = "600s"
-_ROUTER_PATIENCE = ("reserve_timeout", "prefill_timeout", "token_timeout", "stall_timeout")
+_ROUTER_PATIENCE = ("failover_timeout", "reserve_timeout", "prefill_timeout", "token_timeout", "stall_timeout")
 _WORKER_PATIENCE = ("transfer_timeout", "kv_peer_timeout", "stall_timeout")
 OUTCOMES = ("splitserve_requests_total", "outcome")
 ATTEMPTS = ("splitserve_attempts_total", "reason")
@@ -92,10 +92,14 @@ class Running:
         wait_for("a stream to leave", lambda: self._stream is not None)
         self._stream.close()
 
-    def result(self) -> Generation:
-        """Waits for the end; an error of the stream is raised."""
+    def wait(self) -> None:
+        """Until the end, whichever it is."""
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive(), "the stream goes on for ever"
+
+    def result(self) -> Generation:
+        """Waits for the end; an error of the stream is raised."""
+        self.wait()
         if isinstance(self._outcome, Exception):
             raise self._outcome
         assert self._outcome is not None
