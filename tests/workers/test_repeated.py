@@ -62,7 +62,7 @@ def test_repeated_command_starts_an_attempt_twice(tiny: Tiny, make_pair: MakePai
     pair.until(lambda: pair.is_finished("a"))
     assert [token.token_id for token in pair.tokens("a")] == greedy(tiny("llama"), prompt, 4)
     assert (ignored(pair.decode), ignored(pair.prefill)) == (["reserve"], ["prefill"])
-    assert said_about(pair.decode, "a") == ["Reserved"]
+    assert said_about(pair.decode, "a") == ["Reserved", "Transferred"]
     assert said_about(pair.prefill, "a") == ["Accepted", "FirstTokens"]
     pair.assert_drained()
 

@@ -15,11 +15,13 @@ from tests.cluster.test_exact import B, prompt_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
-# A leak is there in every quarter; what a library loads the first time that it is needed, in one. The least growth of a
-# quarter is therefore looked at, and measured it is below 0.1 MiB on 500 requests. Of each request the ids of its
-# attempts are remembered on purpose, within bounds, which is some hundred bytes. A block here is 8 KiB.
+# Memory tells something only over many requests: what a library loads the first time that it is needed weighs more than
+# a leak of some hundred. And a leak is there in every quarter, so the least growth of a quarter is looked at; measured
+# it is below 0.1 MiB on 500 requests. Of each request the ids of its attempts are remembered on purpose, within bounds,
+# which is some hundred bytes. A block here is 8 KiB.
 NOISE_NBYTES = 256 << 10
 NBYTES_PER_REQUEST = 2048
+ENOUGH_REQUESTS = 2000
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def ask(bench: FaultBench, number: int) -> None:
                 stream.result()
 
 
-@pytest.mark.parametrize("num_requests", [300, pytest.param(2000, marks=pytest.mark.faults)])
+@pytest.mark.parametrize("num_requests", [300, pytest.param(ENOUGH_REQUESTS, marks=pytest.mark.faults)])
 def test_request_leaves_something_behind(num_requests: int, bench: FaultBench) -> None:
     bench.make_ready()
     bench.run(prompt_of(bench.filling_tokens), max_tokens=1).result()  # has every page of the pools touched
@@ -68,7 +70,8 @@ def test_request_leaves_something_behind(num_requests: int, bench: FaultBench) -
             used.append(usage(bench))
     for name, warm in used[0].items():
         growth = [after[name].rss - before[name].rss for before, after in itertools.pairwise(used)]
-        assert min(growth) <= NOISE_NBYTES + NBYTES_PER_REQUEST * quarter, f"{name}: {growth}"
+        if num_requests >= ENOUGH_REQUESTS:
+            assert min(growth) <= NOISE_NBYTES + NBYTES_PER_REQUEST * quarter, f"{name}: {growth}"
         assert {(after[name].num_fds, after[name].num_threads) for after in used} == {(warm.num_fds, warm.num_threads)}
     assert prefill.num_events("fault") - num_faults >= num_requests // 30, "transfers fail meanwhile"
     ended = {name: count - counted[name] for name, count in outcomes(bench).items() if count > counted[name]}
