@@ -14,6 +14,7 @@ pytestmark = pytest.mark.cluster
 
 # Words of the engine's progress for what takes a start longest.
 TESTING = ("checking that llama runs on paged attention", "comparing with transformers' own attention")
+COMPARING = "comparing with an earlier self-test"
 COMPILING = ("compiling", "compiled kernels cannot be read")
 
 
@@ -34,14 +35,18 @@ def test_second_start_compiles_or_repeats_the_self_test(tiny: Callable[[str], Pa
         return text, {worker: {part.rsplit(" ", 1)[0] for part in parts.split(", ")} for worker, parts in lines}
 
     first, parts = start("first")
-    for words in TESTING:
-        assert first.count(words) == 2, first
+    # A worker that is slow to start may find what the other one has just found out.
+    num_tested = first.count(TESTING[0])
+    assert num_tested in (1, 2), first
+    assert first.count(TESTING[1]) == num_tested
+    assert first.count(COMPARING) == 2 - num_tested, first
     assert parts.keys() == {"prefill-0", "decode-0"}
-    assert all(told >= {"front", "imports", "kernels", "self-test"} for told in parts.values()), parts
+    assert all(told >= {"front", "imports", "kernels"} for told in parts.values()), parts
+    assert sum("self-test" in told for told in parts.values()) == num_tested, parts
 
     second, parts = start("second")
     for words in (*TESTING, *COMPILING):
         assert words not in second, second
-    assert second.count("comparing with an earlier self-test") == 2
+    assert second.count(COMPARING) == 2
     assert parts.keys() == {"prefill-0", "decode-0"}
     assert all(told >= {"front", "imports", "kernels"} for told in parts.values()), parts
