@@ -1,6 +1,6 @@
 """Errors over HTTP, in the shape of OpenAI's: the tree of `errors`, FastAPI's own refusals, and what nobody expected.
 
-`http` installs the handlers; answers that are under way use `error_body`.
+`http` installs the handlers; answers that are under way use `body_of`.
 """
 
 from collections.abc import Mapping
@@ -26,11 +26,15 @@ def error_body(message: str, *, status: int, code: str, param: str | None = None
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+def body_of(error: SplitserveError) -> dict[str, Any]:
+    """Any error of the tree as an OpenAI error's body."""
+    return error_body(error.message, status=error.http_status, code=error.reason.lower(), param=error.field)
+
+
 def error_response(error: SplitserveError, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """Any error of the tree as HTTP, with `headers` besides its own."""
     retry = {} if error.retry_after_s is None else {"retry-after": str(max(1, round(error.retry_after_s)))}
-    body = error_body(error.message, status=error.http_status, code=error.reason.lower(), param=error.field)
-    return JSONResponse(body, status_code=error.http_status, headers={**retry, **(headers or {})})
+    return JSONResponse(body_of(error), status_code=error.http_status, headers={**retry, **(headers or {})})
 
 
 def map_errors(app: FastAPI) -> None:

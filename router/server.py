@@ -1,13 +1,12 @@
 """The public service over gRPC, an edge of `serving`. `grpc_server` serves it, the composition root builds it."""
 
-import re
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import grpc
 
 from router.request import ClusterLimits, PromptLogprobs, TokenLogprobs
-from router.serving import ClientGoneError, Delta, Piece, SampleEnd, Serving
+from router.serving import ClientGoneError, Delta, Piece, SampleEnd, Serving, traceparent_of
 from router.stages import Timings
 from router.validation import RequestValidator
 from splitserve.models.description import ModelDescription
@@ -18,8 +17,6 @@ from splitserve.v1 import inference_pb2_grpc as pb_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Answer = TypeVar("Answer")
-
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class InferenceServicer(pb_grpc.InferenceServiceServicer):
@@ -149,6 +146,6 @@ async def _answer(context: Context, answer: Awaitable[Answer]) -> Answer:
 
 def _traceparent(context: Context) -> str:
     for key, value in context.invocation_metadata() or ():
-        if key == "traceparent" and isinstance(value, str) and _TRACEPARENT.fullmatch(value):
-            return value
+        if key == "traceparent" and isinstance(value, str) and (found := traceparent_of(value)):
+            return found
     return ""

@@ -5,6 +5,7 @@ task that owns its `Generation`: however the call ends, that task closes the gen
 """
 
 import asyncio
+import re
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,6 +32,8 @@ from splitserve.v1 import inference_pb2 as pb
 
 # A client's own deadline ends the call from its side a little before ours does: still a deadline, not a change of mind.
 _DEADLINE_SLACK_S = 0.25
+
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 _log = structlog.get_logger(__name__)
 
@@ -200,6 +203,11 @@ class Serving:
             if event.finish_reason is None:
                 generation.stop(event.sample)
         raise Internal("the output ended without a finish reason")
+
+
+def traceparent_of(header: str) -> str:
+    """A W3C `traceparent` that an edge was given, if it is one, else nothing."""
+    return header if _TRACEPARENT.fullmatch(header) else ""
 
 
 def _ended(record: RequestRecord, error: SplitserveError) -> SplitserveError:

@@ -37,6 +37,12 @@ class Encoder(Protocol):
     def decode(self, ids: list[int]) -> str: ...
 
 
+def unknown_model(name: str, served: str) -> NotFound:
+    """The refusal of a request for another model than the one that is `served`."""
+    message = f"the model {name[:200]!r} does not exist here; {served!r} is served"
+    return NotFound(message, reason=MODEL_NOT_FOUND, field="model")
+
+
 class RequestValidator:
     """Checks requests for one model. `limits` tells what the workers joined at this moment can take."""
 
@@ -122,11 +128,7 @@ class RequestValidator:
 
     def _check_model(self, model: str) -> None:
         if model and model != self._model.name:
-            raise NotFound(
-                f"the model {model[:200]!r} does not exist here; {self._model.name!r} is served",
-                reason=MODEL_NOT_FOUND,
-                field="model",
-            )
+            raise unknown_model(model, self._model.name)
 
     async def _prompt_ids(self, message: pb.GenerateRequest) -> tuple[int, ...]:
         match message.WhichOneof("prompt"):

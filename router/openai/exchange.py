@@ -13,7 +13,7 @@ import structlog
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router.http_errors import error_body, error_response
+from router.http_errors import body_of, error_response
 from router.openai.answers import Answer
 from router.serving import ClientGoneError, Piece, Serving
 from splitserve.service.errors import Internal, SplitserveError
@@ -114,8 +114,7 @@ class _Reply:
 
     async def fail(self, error: SplitserveError) -> None:
         """The last event; that no `[DONE]` follows says the same to a client that reads no errors."""
-        body = error_body(error.message, status=error.http_status, code=error.reason.lower(), param=error.field)
-        await self._send(b"data: " + msgspec.json.encode(body) + b"\n\n", more=False)
+        await self._send(b"data: " + msgspec.json.encode(body_of(error)) + b"\n\n", more=False)
 
     async def end(self) -> None:
         await self._send(_DONE, more=False)

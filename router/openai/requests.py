@@ -50,14 +50,13 @@ def _read_content(value: object) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, list):
-        if all(isinstance(part, dict) and part.get("type") == "text" and _is_text(part.get("text")) for part in value):
+        if all(
+            isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+            for part in value
+        ):
             return "".join(part["text"] for part in value)
         raise ValueError("must have parts of type text only: this model reads nothing else")
     raise ValueError("must be a string or a list of text parts")
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
 
 
 def _read_bias(value: object) -> dict[int, float]:

@@ -1,6 +1,5 @@
 """The OpenAI-compatible API over HTTP: an edge of `serving`, mounted by `http.create_app`."""
 
-import re
 import time
 import uuid
 
@@ -15,13 +14,11 @@ from router.openai.messages import chat_of, contract_error, of_chat, of_completi
 from router.openai.openapi import reply_of
 from router.openai.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from router.openai.token_texts import TokenBytes, TokenTexts
-from router.serving import Serving
-from router.validation import RequestValidator
+from router.serving import Serving, traceparent_of
+from router.validation import RequestValidator, unknown_model
 from splitserve.models.description import ModelDescription
-from splitserve.service.errors import InvalidRequest, NotFound, SplitserveError
+from splitserve.service.errors import InvalidRequest, SplitserveError
 from splitserve.v1 import inference_pb2 as pb
-
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class OpenAI:
@@ -65,8 +62,7 @@ class OpenAI:
 
     async def one_model(self, name: str) -> Response:
         if name != self._model.name:
-            message = f"the model {name[:200]!r} does not exist here; {self._model.name!r} is served"
-            raise NotFound(message, reason="MODEL_NOT_FOUND", field="model")
+            raise unknown_model(name, self._model.name)
         return _json(self._description())
 
     async def tokenize(self, body: TokenizeRequest) -> Response:
@@ -121,7 +117,7 @@ class OpenAI:
             messages,
             rename=lambda error: contract_error(error, body),
             is_stream=bool(body.stream),
-            traceparent=_traceparent(request),
+            traceparent=traceparent_of(request.headers.get("traceparent", "")),
             headers=_name_header(messages[0].request_id),
         )
 
@@ -138,8 +134,3 @@ def _request_id(request: Request, body: CompletionRequest | ChatCompletionReques
 def _name_header(request_id: str) -> dict[str, str]:
     is_sayable = request_id.isascii() and request_id.isprintable()
     return {"x-request-id": request_id} if is_sayable else {}
-
-
-def _traceparent(request: Request) -> str:
-    value = request.headers.get("traceparent", "")
-    return value if _TRACEPARENT.fullmatch(value) else ""

@@ -40,6 +40,15 @@ def mismatches(pair: Pair) -> int:
     return sum(report.reason == "mismatch" for report in pair.decode.said(reports.TransferReport))
 
 
+def on_its_way_to_a_wrong_finish(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> tuple[Pair, str]:
+    """The pair, and an attempt that its prefill worker has accepted."""
+    pair = make_pair(max_num_batched_tokens=B)
+    spoil(pair, monkeypatch, other_tokens)
+    attempt = begin_kept(pair, PROMPT, max_tokens=4)
+    pair.until(lambda: any(said.attempt == "1" for said in pair.prefill.said(reports.Accepted)))
+    return pair, attempt
+
+
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
@@ -92,10 +101,7 @@ def test_wrong_finish_that_meets_a_renewal_ends_the_attempt(
     tiny: Tiny, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The router has asked for another ticket before it arrives: that is given out, and nothing else is said."""
-    pair = make_pair(max_num_batched_tokens=B)
-    spoil(pair, monkeypatch, other_tokens)
-    attempt = begin_kept(pair, PROMPT, max_tokens=4)
-    pair.until(lambda: any(said.attempt == "1" for said in pair.prefill.said(reports.Accepted)))
+    pair, attempt = on_its_way_to_a_wrong_finish(make_pair, monkeypatch)
     with monkeypatch.context() as patched:
         hold_cancel(pair, patched)
         renew(pair, attempt)
@@ -110,10 +116,7 @@ def test_wrong_finish_that_meets_a_renewal_ends_the_attempt(
 def test_wrong_finish_of_a_released_attempt_is_kept_or_told(
     make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = make_pair(max_num_batched_tokens=B)
-    spoil(pair, monkeypatch, other_tokens)
-    attempt = begin_kept(pair, PROMPT, max_tokens=4)
-    pair.until(lambda: any(said.attempt == "1" for said in pair.prefill.said(reports.Accepted)))
+    pair, attempt = on_its_way_to_a_wrong_finish(make_pair, monkeypatch)
     with monkeypatch.context() as patched:
         hold_cancel(pair, patched)
         pair.decode.inbox.put(commands.Release(attempt, "test"))
