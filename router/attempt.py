@@ -322,8 +322,10 @@ class Attempt:
         if self._unfinished and not self.decode.is_lost:
             release(self.attempt_id, reason)
         elif self._unfinished is not None and self._state is not State.DECODING and not self.decode.is_lost:
-            # The blocks are on their way to decode's cache, or will never come.
+            # The blocks are on their way to decode's cache, or will never come: it may have said so, not heard yet.
+            will_come = self._inbox.first(lambda event: isinstance(event, TransferLost)) is None
+            release_in_s = self._config.token_timeout if will_come else 0.0
             loop = asyncio.get_running_loop()
-            loop.call_later(self._config.token_timeout, release, self.attempt_id, "the request has ended")
+            loop.call_later(release_in_s, release, self.attempt_id, "the request has ended")
         self.decode.forget(self.attempt_id)
         self._leg.close(reason, is_over=not self._unfinished or self._state is State.DECODING)

@@ -33,6 +33,8 @@ log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 # A worker that just refused is not asked again in the same breath. Whoever was refused waits for that in the queue,
 # where nobody takes its place.
 _REFUSAL_PAUSE_S = 0.05
+# How often, while it lasts, a request that waits for a pair finds out whether there could be one.
+_LOOKS = 10
 
 
 class PairSource(Deaths, Protocol):
@@ -208,23 +210,23 @@ class Chain:
             self.let_go("the attempt has ended")
 
     async def _granted(self, waiting: Waiting) -> Attempt:
-        """Waits in the queue until the deadline; after a failure, or where no pair could take it, `failover_timeout`,
-        unless other samples of the request run meanwhile and make room in the end."""
-        progress = self._progress
+        """Waits in the queue until the deadline, but without hope for `failover_timeout` only.
+
+        There is none where no pair could take it. An interrupted request has none either, unless other samples of it
+        run, which make room in the end.
+        """
+        progress, timeout_s = self._progress, self._progress.config.failover_timeout
         self._waiting = waiting
-        while True:
-            limit = min(progress.config.failover_timeout, progress.seconds_left())
-            try:
-                async with asyncio.timeout(limit):
-                    attempt = await asyncio.shield(waiting.granted)
-                break
-            except TimeoutError:
-                if progress.seconds_left() <= 0:
-                    raise
-                is_stuck = self._last.is_failure and not progress.num_running
-                if is_stuck or not progress.pairs.could_place(waiting.demand):
-                    interrupted_by = self._last.reason if progress.attempts else ""
-                    raise progress.pairs.no_pair(waiting.demand, interrupted_by) from None
+        hopeless_since = progress.clock()
+        while (attempt := await waiting.granted_within(min(timeout_s / _LOOKS, progress.seconds_left()))) is None:
+            if progress.seconds_left() <= 0:
+                raise TimeoutError
+            is_of_use = not self._last.is_failure or progress.num_running > 0
+            if is_of_use and progress.pairs.could_place(waiting.demand):
+                hopeless_since = progress.clock()
+            elif progress.clock() - hopeless_since >= timeout_s:
+                interrupted_by = self._last.reason if progress.attempts else ""
+                raise progress.pairs.no_pair(waiting.demand, interrupted_by)
         self._waiting = None
         return attempt
 

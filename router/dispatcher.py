@@ -40,7 +40,8 @@ DRAINING = "this router is shutting down"
 
 
 def _too_large(demand: Demand) -> str:
-    return f"no pair of workers here can hold {demand.num_tokens} tokens"
+    samples = "" if demand.num_samples == 1 else f" for {demand.num_samples} samples"
+    return f"no linked pair of workers here can hold {demand.num_tokens} tokens{samples}"
 
 
 class ClusterDispatcher:
@@ -66,14 +67,12 @@ class ClusterDispatcher:
         return RequestFlow(request, stages, self, self._config, self._metrics, next(self._arrivals))
 
     def _check_workers(self, demand: Demand) -> None:
-        """Whoever could only wait for other workers to come is told at once. Workers that have just fallen silent are
-        counted in: most are back in a moment, and of the others the request is told then."""
-        prefills, decodes = self._membership.staying(Role.PREFILL), self._membership.staying(Role.DECODE)
+        """Whoever could only wait for other workers to come is told at once."""
         if not self._membership.is_ready:
             why = self._membership.why_not_ready()
-            if not prefills:
+            if not self._membership.staying(Role.PREFILL):
                 why += f" (--without-prefill {self._config.without_prefill})"
-        elif not could_place(demand, [w.prefill_view() for w in prefills], [w.decode_view() for w in decodes]):
+        elif not self.could_place(demand):
             why = _too_large(demand)
         else:
             return
@@ -166,8 +165,13 @@ class ClusterDispatcher:
         return head.is_retry or now - head.blocked_since >= self._config.passing_timeout
 
     def could_place(self, demand: Demand) -> bool:
-        """Whether some pair that is here would have room for the request if it were idle."""
-        return could_place(demand, *self._views([]))
+        """Whether some pair that is here would have room for the request if it were idle.
+
+        Workers that have just fallen silent are counted in: most are back in a moment, and the others soon gone.
+        """
+        prefills = [worker.prefill_view() for worker in self._membership.staying(Role.PREFILL)]
+        decodes = [worker.decode_view() for worker in self._membership.staying(Role.DECODE)]
+        return could_place(demand, prefills, decodes)
 
     def no_pair(self, demand: Demand, interrupted_by: str) -> Unavailable:
         """For a request that has waited for long enough; `interrupted_by` is empty before its first attempt."""

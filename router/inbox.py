@@ -37,12 +37,13 @@ class Inbox:
         try:
             # Not wait_for: in Python 3.11 it swallows a cancellation that comes together with the event.
             async with asyncio.timeout(timeout_s):
-                while (found := self._first(is_wanted)) is None:
+                while (found := self.first(is_wanted)) is None:
                     self._arrived.clear()
                     await self._arrived.wait()
                 return found
         except TimeoutError:
-            return self._first(is_wanted)
+            return self.first(is_wanted)
 
-    def _first(self, is_wanted: Callable[[AttemptEvent], bool]) -> AttemptEvent | None:
+    def first(self, is_wanted: Callable[[AttemptEvent], bool]) -> AttemptEvent | None:
+        """As `find`, of what is here already."""
         return next((event for _, event in self._events if is_wanted(event)), None)

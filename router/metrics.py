@@ -29,7 +29,7 @@ class Outcome(StrEnum):
     LENGTH = "length"
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
-    REJECTED = "rejected"  # refused before it cost a worker anything
+    REJECTED = "rejected"  # refused before it cost a worker anything, or together with another prompt that was
     FAILED = "failed"
 
 
@@ -103,8 +103,10 @@ class RouterMetrics:
         self, *, running: Callable[[], float], waiting: Callable[[], float], kv_cache_usage: Callable[[], float]
     ) -> None:
         """Reads these at every scrape: a gauge that is never written cannot drift from the truth."""
-        self._gauge("num_requests_running", "Requests that have at least one worker.").set_function(running)
-        self._gauge("num_requests_waiting", "Requests in the router's queue.").set_function(waiting)
+        self._gauge(
+            "num_requests_running", "Requests that have workers; one whose samples go on apart counts for each part."
+        ).set_function(running)
+        self._gauge("num_requests_waiting", "Requests, or parts of them, in the router's queue.").set_function(waiting)
         self._gauge(
             "kv_cache_usage_perc", "Share of all workers' KV blocks in use or reserved; 1 is full."
         ).set_function(kv_cache_usage)

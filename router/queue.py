@@ -15,7 +15,7 @@ from splitserve.service.errors import Overloaded
 
 @dataclass(eq=False)
 class Waiting:
-    """One attempt that waits for its pair. `granted` resolves to it; `attempt` is set in the same moment."""
+    """One attempt that waits for its pair: `attempt` once it is granted."""
 
     demand: Demand
     is_retry: bool
@@ -23,7 +23,7 @@ class Waiting:
     arrival: int
     blocked_since: float | None = None
     "When it first was the one that waits for room while others may pass it."
-    granted: "asyncio.Future[Attempt]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    _granted: "asyncio.Future[None]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     attempt: Attempt | None = None
     is_paused: bool = False
     "Keeps its place and its room, and is granted nothing yet."
@@ -32,10 +32,14 @@ class Waiting:
     def rank(self) -> tuple[bool, int, int]:
         return (not self.is_retry, -self.priority, self.arrival)
 
+    async def granted_within(self, timeout_s: float) -> Attempt | None:
+        """The attempt, None if there is none in time."""
+        await asyncio.wait([self._granted], timeout=timeout_s)
+        return self.attempt
+
     def grant(self, attempt: Attempt) -> None:
         self.attempt = attempt
-        if not self.granted.done():
-            self.granted.set_result(attempt)
+        self._granted.set_result(None)
 
 
 class RequestQueue:

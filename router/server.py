@@ -80,6 +80,8 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
 class _GrpcClient:
     """Writes pieces as messages of one call."""
 
+    ending = None  # nobody but the client and `OpenCalls` ends a call
+
     def __init__(self, context: Context, request_id: str) -> None:
         self._context = context
         self._request_id = request_id

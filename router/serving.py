@@ -78,6 +78,10 @@ class Client(Protocol):
     def is_gone(self) -> bool:
         """The transport itself says that the call was given up; a cancelled task says so without it."""
 
+    @property
+    def ending(self) -> SplitserveError | None:
+        """What the edge itself has ended the call with, by cancelling its task."""
+
     async def write(self, piece: Piece) -> None:
         """Waits while the client does not read. Raises ClientGoneError."""
 
@@ -98,7 +102,7 @@ class Serving:
         self._validator = validator
         self._dispatcher = dispatcher
         self._metrics = metrics
-        self._request_timeout_s = request_timeout_s
+        self.request_timeout_s = request_timeout_s
         self.calls = OpenCalls()
 
     async def serve(
@@ -109,7 +113,7 @@ class Serving:
         Raises SplitserveError, which the client is to be told; CancelledError or ClientGoneError when it has left. The
         outcome is counted first: the client may look at the metrics as soon as it knows.
         """
-        limit = self._request_timeout_s
+        limit = self.request_timeout_s
         deadline = _now() + (limit if timeout_s is None else min(timeout_s, limit))
         record = self._metrics.begin(message.request_id)
         scope = asyncio.timeout_at(deadline)
@@ -121,8 +125,9 @@ class Serving:
             record.end(_outcome_of_leaving(deadline))
             raise
         except asyncio.CancelledError:
-            if self.calls.ending is not None and not client.is_gone:
-                raise _ended(record, self.calls.ending) from None
+            ending = client.ending or self.calls.ending
+            if ending is not None and not client.is_gone:
+                raise _ended(record, ending) from None
             if _is_being_cancelled() or client.is_gone:
                 record.end(_outcome_of_leaving(deadline))
                 raise

@@ -20,7 +20,7 @@ from splitserve.service.errors import Internal, SplitserveError
 from splitserve.v1 import inference_pb2 as pb
 
 _DONE = b"data: [DONE]\n\n"
-# A client that does not read is not waited for when it is to be told that its request has failed.
+# A client that does not read is not waited for when all that is left to tell it is how its request has ended.
 _LAST_WORD_S = 5.0
 
 _log = structlog.get_logger(__name__)
@@ -73,10 +73,29 @@ class Exchange(Response):
                     await error_response(error, self._own_headers)(scope, receive, send)
 
     async def _work(self, reply: "_Reply") -> None:
-        async with asyncio.TaskGroup() as prompts:
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self._serving.request_timeout_s
+        prompts = _Prompts()
+        async with asyncio.TaskGroup() as group:
             for index, message in enumerate(self._messages):
-                client = _PromptClient(index, self._answer, reply if self._is_stream else None)
-                prompts.create_task(self._serving.serve(message, client, traceparent=self._traceparent))
+                client = _PromptClient(index, self._answer, reply if self._is_stream else None, prompts)
+                group.create_task(self._serve(message, client, prompts))
+        # All are counted, and the rest is to be read: for that there is the request's own time, and a moment at least.
+        try:
+            async with asyncio.timeout_at(max(deadline, clock() + _LAST_WORD_S)):
+                with self._serving.calls.entered():
+                    await self._finish(reply)
+        except TimeoutError:
+            raise ClientGoneError from None
+
+    async def _serve(self, message: pb.GenerateRequest, client: "_PromptClient", prompts: "_Prompts") -> None:
+        try:
+            await self._serving.serve(message, client, traceparent=self._traceparent)
+        except SplitserveError as error:
+            prompts.fail(error)
+            raise
+
+    async def _finish(self, reply: "_Reply") -> None:
         if not self._is_stream:
             await reply.send_whole(self._answer.whole())
             return
@@ -85,15 +104,30 @@ class Exchange(Response):
         await reply.end()
 
 
+class _Prompts:
+    """The prompts of one request fail together: `ending` is what the first one failed with, told to the others."""
+
+    def __init__(self) -> None:
+        self.ending: SplitserveError | None = None
+
+    def fail(self, error: SplitserveError) -> None:
+        self.ending = self.ending or error
+
+
 class _PromptClient:
     """Who asked, as `serving` sees it, for one of the request's prompts."""
 
     is_gone = False  # a client that leaves cancels the task
 
-    def __init__(self, prompt: int, answer: Answer, events: "_Reply | None") -> None:
+    def __init__(self, prompt: int, answer: Answer, events: "_Reply | None", prompts: _Prompts) -> None:
         self._prompt = prompt
         self._answer = answer
         self._events = events
+        self._prompts = prompts
+
+    @property
+    def ending(self) -> SplitserveError | None:
+        return self._prompts.ending
 
     async def write(self, piece: Piece) -> None:
         for event in self._answer.take(self._prompt, piece):
@@ -107,6 +141,7 @@ class _Reply:
     def __init__(self, send: Send, headers: dict[str, str]) -> None:
         self._raw_send = send
         self.have_begun = False
+        self._begins = asyncio.Lock()  # several prompts may have their first event at once
         self._headers = headers
 
     async def send(self, event: msgspec.Struct) -> None:
@@ -125,16 +160,17 @@ class _Reply:
         await self._raw_send({"type": "http.response.body", "body": body})
 
     async def _send(self, body: bytes, more: bool = True) -> None:
-        if not self.have_begun:
-            await self._begin({"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
+        async with self._begins:
+            if not self.have_begun:
+                await self._begin({"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
         await self._raw_send({"type": "http.response.body", "body": body, "more_body": more})
 
     async def _begin(self, headers: dict[str, str]) -> None:
-        self.have_begun = True
         listed = [
             (name.encode("latin-1"), value.encode("latin-1")) for name, value in (headers | self._headers).items()
         ]
         await self._raw_send({"type": "http.response.start", "status": 200, "headers": listed})
+        self.have_begun = True
 
 
 async def _disconnect(receive: Receive) -> None:

@@ -281,7 +281,10 @@ class Cluster:
 
     def wait_drained(self) -> None:
         """Workers look through their books when idle and die of a violation: so they must also still be there."""
-        wait_for("drained pools", self.is_drained, 30)
+        try:
+            wait_for("drained pools", self.is_drained, 30)
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {json.dumps(self.state())}") from None
 
     def kv_bytes(self) -> tuple[int, int]:
         """(sent, received) over all workers since their start."""

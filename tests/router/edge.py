@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import grpc
 import httpx
+from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from router.grpc_server import InferenceServer
@@ -20,7 +21,7 @@ from router.tokenizing import TokenizingLimits
 from router.validation import Encoder, RequestValidator
 from splitserve.models.description import ModelDescription
 from splitserve.models.tokenizer import Tokenizer
-from splitserve.service.http_server import serve_http
+from splitserve.service.http_server import UNREAD_TIMEOUT_S, serve_http
 from splitserve.service.limits import GRPC_MESSAGE_OPTIONS
 from splitserve.v1 import inference_pb2 as pb
 from splitserve.v1 import inference_pb2_grpc as pb_grpc
@@ -126,13 +127,17 @@ async def running(edge: Edge) -> AsyncIterator[Edge]:
         validator.close()
 
 
+def http_app(edge: Edge, validator: RequestValidator) -> FastAPI:
+    api = OpenAI(model=edge.model, serving=edge.serving, validator=validator, tokenizer=edge.tokenizer).routes()
+    return create_app(api=api, not_ready_reason=lambda: None, cluster=dict, registry=edge.registry)
+
+
 @asynccontextmanager
-async def http(edge: Edge) -> AsyncIterator[httpx.AsyncClient]:
+async def http(edge: Edge, unread_timeout_s: float = UNREAD_TIMEOUT_S) -> AsyncIterator[httpx.AsyncClient]:
     """A real HTTP server and client around the same fakes."""
     validator = assemble(edge)
-    api = OpenAI(model=edge.model, serving=edge.serving, validator=validator, tokenizer=edge.tokenizer).routes()
-    app = create_app(api=api, not_ready_reason=lambda: None, cluster=dict, registry=edge.registry)
-    server = await serve_http(app, "127.0.0.1", 0)
+    app = http_app(edge, validator)
+    server = await serve_http(app, "127.0.0.1", 0, unread_timeout_s=unread_timeout_s)
     edge.port = server.port
     try:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{edge.port}", trust_env=False, timeout=30) as client:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from router.request import FinishReason
-from router.worker import Role
+from router.worker import LoadReport, Role
 from splitserve.service.errors import DeadlineExceeded, Internal, Overloaded, Unavailable
 from splitserve.service.reasons import Reason
 from tests.router.cluster_fakes import FakeWorker, Router, collect, ids
@@ -112,6 +112,19 @@ async def test_token_that_ends_the_request_cancels_its_own_hand_off() -> None:
     prefill.first(attempt, 0, 100, LENGTH)
     assert ids(await task) == [100]
     assert decode.channel.of_kind("release") == prefill.channel.of_kind("release") == []
+    router.assert_idle()
+
+
+async def test_blocks_of_a_finished_request_that_will_not_come_are_waited_for() -> None:
+    """Decode's word that the transfer is lost is there, and not yet read, when prefill's token ends the request."""
+    router = Router(token_timeout=600.0)
+    (prefill,), (decode,) = router.pairs()
+    task = asyncio.create_task(collect(router.submit(max_tokens=1)))
+    attempt = await hand_off(prefill, decode)
+    prefill.first(attempt, 0, 100, LENGTH)
+    decode.transfer_lost(attempt)
+    assert ids(await task) == [100]
+    await decode.command("release")
     router.assert_idle()
 
 
@@ -341,6 +354,41 @@ async def test_interrupted_request_waits_for_ever() -> None:
     router.leave(decode)
     with pytest.raises(Unavailable, match="no decode worker"):
         await task
+    router.assert_idle()
+
+
+async def test_queued_request_has_no_time_once_nobody_could_take_it() -> None:
+    """Its workers leave while it waits for room, long after it came: from then on it has `failover_timeout`."""
+    router = Router(failover_timeout=0.5)
+    (prefill,), (decode,) = router.pairs()
+    decode.worker.load = LoadReport(blocks_in_use=100)
+    task = asyncio.create_task(collect(router.submit()))
+    await asyncio.sleep(0.9)
+    router.leave(decode)
+    await asyncio.sleep(0.3)
+    assert not task.done()
+    again = router.join(Role.DECODE, "d1")
+    attempt = await hand_off(prefill, again)
+    prefill.first(attempt, 0, 100, LENGTH)
+    assert ids(await task) == [100]
+    router.assert_idle()
+
+
+async def test_silence_of_a_moment_is_taken_for_want_of_room() -> None:
+    """Whoever waits behind a full worker that is late with its beats is not told that nobody can hold it."""
+    router = Router(failover_timeout=0.1)
+    (prefill,), (decode,) = router.pairs()
+    decode.worker.load = LoadReport(blocks_in_use=100)
+    task = asyncio.create_task(collect(router.submit()))
+    heard = decode.worker.last_heard
+    decode.worker.last_heard = asyncio.get_running_loop().time() - 2 * router.config.suspect_timeout
+    await asyncio.sleep(0.3)
+    assert not task.done()
+    decode.worker.last_heard, decode.worker.load = heard, LoadReport(blocks_free=100)
+    router.membership.changed()
+    attempt = await hand_off(prefill, decode)
+    prefill.first(attempt, 0, 100, LENGTH)
+    assert ids(await task) == [100]
     router.assert_idle()
 
 

@@ -7,9 +7,10 @@ from typing import Any
 import httpx
 import pytest
 
+from router.openai import exchange
 from router.request import FinishReason, GenerationRequest, PromptLogprobs, TokenEvent, TokenLogprobs
 from splitserve.service.errors import Internal, Overloaded, Unavailable
-from tests.router.edge import Edge, http, until
+from tests.router.edge import Edge, assemble, http, http_app, until
 from tests.router.fakes import TRANSFER_BYTES, FakeDispatcher, Step, Wait, events, model_description, tokens
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
@@ -42,6 +43,15 @@ async def stream(client: httpx.AsyncClient, kind: str, **options: object) -> lis
 def text_of(chunk: Any, kind: str) -> str:
     [choice] = chunk["choices"]
     return str(choice["delta"].get("content", "") if kind == "chat" else choice["text"])
+
+
+def post(options: dict[str, Any]) -> bytes:
+    """A chat request as it comes over the wire."""
+    body = json.dumps(options).encode()
+    return (
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\n\r\n%s" % (len(body), body)
+    )
 
 
 @pytest.mark.parametrize("kind", PATHS)
@@ -135,7 +145,92 @@ async def test_one_of_several_prompts_is_refused_alone() -> None:
         assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
         await edge.settled(3)
         assert edge.dispatcher.all_closed
-        assert edge.outcomes() == {"rejected": 1, "cancelled": 2}
+        assert edge.outcomes() == {"rejected": 3}
+
+
+async def test_prompts_that_fall_with_another_one_count_as_left_by_the_client() -> None:
+    def script(request: GenerationRequest) -> list[Step]:
+        return [*tokens("ab", None), Unavailable("gone") if request.prompt_ids == (98,) else Wait()]
+
+    edge = Edge(FakeDispatcher(script))
+    async with http(edge) as client:
+        response = await client.post(PATHS["text"], json={"prompt": ["a", "b", "c"]})
+        assert (response.status_code, response.json()["error"]["message"]) == (503, "gone")
+        await edge.settled(3)
+        assert edge.outcomes() == {"failed": 3}
+        assert edge.dispatcher.all_closed
+
+
+class Wire:
+    """The server's side of one exchange, in which the client reads what it likes to."""
+
+    def __init__(self, *prompts: str) -> None:
+        body = json.dumps({"prompt": list(prompts), "stream": True}).encode()
+        self._incoming = [{"type": "http.request", "body": body, "more_body": False}]
+        self.sent: list[Any] = []
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        self.scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": "POST",
+            "path": PATHS["text"],
+            "query_string": b"",
+            "headers": headers,
+        }
+
+    async def receive(self) -> Any:
+        if not self._incoming:
+            await asyncio.Event().wait()
+        return self._incoming.pop()
+
+    async def send(self, message: Any) -> None:
+        if not message.get("more_body", True):
+            await asyncio.Event().wait()
+        await asyncio.sleep(0.01)
+        self.sent.append(message)
+
+
+async def run(edge: Edge, wire: Wire) -> None:
+    validator = assemble(edge)
+    try:
+        await http_app(edge, validator)(wire.scope, wire.receive, wire.send)
+    finally:
+        validator.close()
+
+
+async def test_last_event_is_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All is said and counted, and the client does not read that it is."""
+    monkeypatch.setattr(exchange, "_LAST_WORD_S", 0.1)
+    edge = Edge(FakeDispatcher(lambda _: tokens("ab")), request_timeout_s=0.3)
+    wire = Wire("a")
+    async with asyncio.timeout(10):
+        await run(edge, wire)
+    assert edge.outcomes() == {"length": 1}
+    assert wire.sent[-1]["body"] != b"", "the exchange has ended before its end"
+
+
+async def test_end_of_the_router_waits_for_a_last_event() -> None:
+    edge = Edge(FakeDispatcher(lambda _: tokens("ab")))
+    running = asyncio.create_task(run(edge, Wire("a")))
+    await until(lambda: edge.outcomes() == {"length": 1})
+    waiting = asyncio.create_task(edge.serving.calls.until_none())
+    await asyncio.sleep(0.05)
+    assert not waiting.done(), "what is not read yet would be cut off"
+    edge.serving.calls.end_all(Unavailable("draining"))
+    async with asyncio.timeout(10):
+        await asyncio.gather(running, waiting)
+
+
+async def test_stream_of_several_prompts_begins_in_the_middle() -> None:
+    """Their first events come at once, while the head of the answer is still on its way."""
+    edge = Edge(FakeDispatcher(lambda _: tokens("ab")), request_timeout_s=1.0)
+    wire = Wire("a", "b", "c")
+    running = asyncio.create_task(run(edge, wire))
+    await until(lambda: len(wire.sent) > 6)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert [message["type"] for message in wire.sent].index("http.response.start") == 0
+    assert sum(message["type"] == "http.response.start" for message in wire.sent) == 1
 
 
 @pytest.mark.parametrize("kind", PATHS)
@@ -400,16 +495,33 @@ async def test_client_that_does_not_read_holds_up_the_router() -> None:
     async with http(edge):
         before = len(asyncio.all_tasks())
         reader, writer = await asyncio.open_connection("127.0.0.1", edge.port, limit=1)
-        body = json.dumps(CHAT | {"stream": True, "request_id": "x" * 256}).encode()
-        writer.write(
-            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-            b"content-length: %d\r\n\r\n%s" % (len(body), body)
-        )
+        writer.write(post(CHAT | {"stream": True, "request_id": "x" * 256}))
         await edge.settled()
         assert edge.outcomes() == {"deadline": 1}
         assert 0 < edge.dispatcher.generations[0].num_taken < 50_000
         writer.close()
         await until(lambda: len(asyncio.all_tasks()) <= before)
+        del reader
+
+
+async def write_for_ever(writer: asyncio.StreamWriter) -> None:
+    while True:
+        writer.write(b"x")
+        await writer.drain()
+        await asyncio.sleep(0.05)
+
+
+async def test_client_that_reads_no_more_keeps_its_connection() -> None:
+    """Its request has ended by the router's limit, and what waits for it is never taken."""
+    many = events([97] * 50_000, None)
+    edge = Edge(FakeDispatcher(lambda _: list(many)), model_description(max_model_len=60_000), request_timeout_s=0.5)
+    async with http(edge, unread_timeout_s=1.0):
+        reader, writer = await asyncio.open_connection("127.0.0.1", edge.port, limit=1)
+        writer.write(post(CHAT | {"stream": True, "request_id": "x" * 256}))
+        await edge.settled()
+        async with asyncio.timeout(30):
+            with pytest.raises(ConnectionError):
+                await write_for_ever(writer)
         del reader
 
 

@@ -1,6 +1,7 @@
 """The queue's order and its counts: who waits longer than is due, and what is counted that does not wait."""
 
 import asyncio
+import time
 from typing import cast
 
 import pytest
@@ -14,7 +15,7 @@ ATTEMPT = cast(Attempt, object())  # the queue only passes it on
 
 
 def waiting(arrival: int, *, is_retry: bool = False, priority: int = 0, num_tokens: int = 10) -> Waiting:
-    return Waiting(Demand(num_tokens), is_retry, priority, arrival, asyncio.get_running_loop().create_future())
+    return Waiting(Demand(num_tokens), is_retry, priority, arrival)
 
 
 def order_of(queue: RequestQueue) -> list[int]:
@@ -103,9 +104,26 @@ async def test_interrupted_request_is_refused_by_a_full_queue() -> None:
 async def test_grant_after_the_client_left_fails() -> None:
     """The attempt must still be found on the entry, so that its workers are given back."""
     entry = waiting(0)
-    entry.granted.cancel()
+    task = asyncio.create_task(entry.granted_within(60))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
     entry.grant(ATTEMPT)
     assert entry.attempt is ATTEMPT
     other = waiting(1)
     other.grant(ATTEMPT)
-    assert await other.granted is ATTEMPT
+    assert await other.granted_within(0) is ATTEMPT
+
+
+async def test_grant_in_the_last_moment_is_thrown_away() -> None:
+    """It comes in the turn of the event loop in which the wait for it is over, and after that."""
+    entry = waiting(0)
+    task = asyncio.create_task(entry.granted_within(0.01))
+    await asyncio.sleep(0)
+    asyncio.get_running_loop().call_later(0.02, entry.grant, ATTEMPT)
+    time.sleep(0.03)  # noqa: ASYNC251 - both are due now
+    assert await task is ATTEMPT
+
+
+async def test_wait_for_a_grant_has_no_end() -> None:
+    assert await waiting(0).granted_within(0.01) is None

@@ -125,7 +125,7 @@ async def test_prompt_that_no_pair_can_hold_waits(smaller: Role) -> None:
             if is_apart:
                 worker.links.pop(peer, None)
     assert router.membership.limits().max_prompt_tokens_decode >= 200
-    assert refused(router, 200).message == "no pair of workers here can hold 200 tokens"
+    assert refused(router, 200).message == "no linked pair of workers here can hold 200 tokens"
     flow = router.submit(40)
     await flow.aclose()
 
