@@ -32,7 +32,8 @@ from router.events import (
     WorkerLost,
 )
 from router.inbox import Inbox
-from router.leg import Leg, LegSource
+from router.leg import Leg
+from router.leg_search import LegSearch, LegSource
 from router.metrics import RouterMetrics
 from router.patience import next_word
 from router.token_order import TokenOrders
@@ -56,8 +57,6 @@ class Attempt:
     _start: Start  # what the ticket is for
     _ticket: Ticket
     _is_ticket_spent: bool
-    _seek_until: float
-    _why_another: AttemptLostError  # what the leg before was lost to: the attempt too, if there is no other
 
     def __init__(
         self,
@@ -74,14 +73,12 @@ class Attempt:
         self._inbox = inbox
         self.num_cached_tokens: int | None = None  # known once a prefill worker has accepted
         self._leg = leg
-        self._legs = legs
+        self._search = LegSearch(legs, decode, inbox, patience_s=config.reserve_timeout)
         self._config = config
         self._metrics = metrics
-        self._clock = asyncio.get_running_loop().time
         self._state = State.RESERVING
         self._unfinished: TokenOrders | None = None  # until decode has been asked
         self._held: list[TokenArrived] = []
-        self._unwanted: set[str] = set()
         self._unwanted_samples: set[int] = set()
         self._is_closed = False
 
@@ -144,7 +141,7 @@ class Attempt:
         self._carried.failures.heard_of(self.decode.worker_id)
         self._ticket = ticket
         self._is_ticket_spent = False
-        self._seek_until = self._clock() + self._config.reserve_timeout
+        self._search.begin()
         if self._leg.is_closed:
             self._seek()
         else:
@@ -182,7 +179,7 @@ class Attempt:
             self._carried.failures.heard_of(self.decode.worker_id)
             self._leg.close("the blocks of the leg before it have come")
             if self._carried.start().sampling.prompt_logprobs is not None:  # nobody brings the rest of them
-                raise self._why_another
+                raise self._search.why
         self._advance(WITHOUT_LEG | {State.ARRIVING}, State.DECODING)
         self._release_unwanted_samples()
 
@@ -254,32 +251,30 @@ class Attempt:
             await self._carried.failures.count(lost)
         self._close_leg(setback, replace(lost, is_counted=True))
         self._is_ticket_spent = True
-        self._seek_until = self._clock() + self._config.reserve_timeout
+        self._search.begin()
         self._seek()
 
     def _close_leg(self, setback: Setback, why: AttemptLostError) -> None:
         self._leg.close(why.message, is_over=isinstance(setback, Refused))
-        self._unwanted.add(self._leg.worker.worker_id)
-        self._why_another = why
+        self._search.leave(self._leg, why)
         self._held.clear()
 
     def _seek(self) -> None:
-        """Takes the next leg as soon as some worker has room for it."""
+        """Takes the next leg as soon as some worker has room for it; raises what the one before was lost to where there
+        is none."""
         start = self._carried.start()
-        leg = self._legs.next_leg(self.decode, start.num_tokens, self._unwanted, self._inbox)
-        if leg is not None:
-            self._leg = leg
-            if self._is_ticket_spent:
-                self._renew(start)
-            else:
-                self._hand_over()
-        elif self._clock() < self._seek_until and self._legs.has_prefill(self.decode, start.num_tokens):
+        leg = self._search.next_leg(start.num_tokens)
+        if leg is None:
             self._enter(State.SEEKING)
+            return
+        self._leg = leg
+        if self._is_ticket_spent:
+            self._renew(start)
         else:
-            raise self._why_another
+            self._hand_over()
 
     def _renew(self, start: Start) -> None:
-        why, worker = self._why_another, self._leg.worker.worker_id
+        why, worker = self._search.why, self._leg.worker.worker_id
         log.info("ticket renewed", attempt=self.attempt_id, reason=why.reason, detail=why.message, prefill=worker)
         self._metrics.count_renewal(why.reason)
         self._start = start

@@ -4,9 +4,6 @@ Made by the dispatcher with room promised on the worker, which knows it by an id
 says late is nobody's. Driven and closed by the attempt.
 """
 
-from collections.abc import Set
-from typing import Protocol
-
 from kvtransfer.ticket import Ticket
 from router.events import AttemptEvent, PromptLogprobsArrived
 from router.inbox import Inbox
@@ -55,13 +52,3 @@ class Leg:
             self.worker.channel.release(self.leg_id, reason)
         self.worker.forget(self.leg_id)
         self._inbox.drop(self)
-
-
-class LegSource(Protocol):
-    """Where legs come from; `dispatcher` is the one."""
-
-    def has_prefill(self, decode: Worker, num_tokens: int) -> bool:
-        """Whether some prefill worker that is here could take the prompt if it were idle."""
-
-    def next_leg(self, decode: Worker, num_tokens: int, unwanted: Set[str], inbox: Inbox) -> Leg | None:
-        """On a worker that has room, which is promised now; on an unwanted one only if there is no other."""
