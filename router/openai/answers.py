@@ -72,6 +72,15 @@ class ChatAnswer:
             self._prompt += piece.tokens
             return
         choice = self._choices[piece.sample]
+        if isinstance(piece, SampleEnd):
+            choice.end = piece
+            self._tally.add(prompt, piece)
+        if self._asked.is_stream:
+            yield from self._events(choice, piece)
+        elif isinstance(piece, Delta):
+            _keep(choice, piece)
+
+    def _events(self, choice: _Choice, piece: Delta | SampleEnd) -> Iterator[Struct]:
         if not choice.has_begun:
             choice.has_begun = True
             first = self._chunk(replies.ChatChunkChoice(choice.index, replies.ChatDelta("", "assistant"), None, None))
@@ -79,8 +88,6 @@ class ChatAnswer:
                 first.prompt_logprobs = _prompt_table(self._asked, self._texts, self._prompt)
             yield first
         if isinstance(piece, SampleEnd):
-            choice.end = piece
-            self._tally.add(prompt, piece)
             last = self._chunk(
                 replies.ChatChunkChoice(
                     choice.index, replies.ChatDelta(), None, piece.finish.reason, _stop_reason(piece)
@@ -88,9 +95,6 @@ class ChatAnswer:
             )
             last.timings = UNSET if self._asked.includes_usage else self._tally.timings()
             yield last
-            return
-        if not self._asked.is_stream:
-            _keep(choice, piece)
         elif piece.text or piece.logprobs is not None:
             logprobs = None if piece.logprobs is None else self._logprobs([piece.logprobs])
             yield self._chunk(replies.ChatChunkChoice(choice.index, replies.ChatDelta(piece.text), logprobs, None))
@@ -151,19 +155,24 @@ class CompletionAnswer:
             self._prompts[prompt] += piece.tokens
             return
         choice = self._choices[prompt * self._asked.n + piece.sample]
-        if not choice.has_begun:
-            choice.has_begun = True
-            if (first := self._beginning(prompt, choice)) is not None:
-                yield self._reply([first])
         if isinstance(piece, SampleEnd):
             choice.end = piece
             self._tally.add(prompt, piece)
+        if self._asked.is_stream:
+            yield from self._events(choice, piece)
+        elif isinstance(piece, Delta):
+            _keep(choice, piece)
+
+    def _events(self, choice: _Choice, piece: Delta | SampleEnd) -> Iterator[Struct]:
+        if not choice.has_begun:
+            choice.has_begun = True
+            text, entries, table = self._beginning(choice)
+            if self._asked.echoes is not None or table is not UNSET:
+                yield self._reply([self._choice(choice, text, entries, None, table)])
+        if isinstance(piece, SampleEnd):
             last = self._reply([self._choice(choice, "", [], piece)])
             last.timings = UNSET if self._asked.includes_usage else self._tally.timings()
             yield last
-            return
-        if not self._asked.is_stream:
-            _keep(choice, piece)
         elif piece.text or piece.logprobs is not None:
             entries = [] if piece.logprobs is None else [piece.logprobs]
             yield self._reply([self._choice(choice, piece.text, entries, None)])
@@ -175,26 +184,23 @@ class CompletionAnswer:
     def whole(self) -> Struct:
         return self._last_reply([self._whole_choice(choice) for choice in self._choices])
 
-    def _beginning(self, prompt: int, choice: _Choice) -> replies.CompletionChoice | None:
-        """The prompt itself, where it is to be shown before the output."""
-        asked, scored = self._asked, self._prompts[prompt]
-        table = _prompt_table(asked, self._texts, scored) if choice.index % asked.n == 0 else UNSET
-        echo = "" if asked.echoes is None else asked.echoes[prompt]
-        if not isinstance(echo, str):
-            echo = self._texts.tokenizer.decode(echo)
-        entries = scored if asked.echoes is not None and asked.has_logprobs else []
-        if not asked.is_stream:
-            choice.text.append(echo)
-            choice.logprobs += entries
-            return None
-        if asked.echoes is None and table is UNSET:
-            return None
-        return self._choice(choice, echo, entries, None, table)
+    def _beginning(
+        self, choice: _Choice
+    ) -> tuple[str, Sequence[TokenLogprobs], replies.PromptLogprobTable | UnsetType]:
+        """What comes before the output: the prompt and its tokens where it is echoed, and the table of its logprobs."""
+        asked = self._asked
+        prompt, sample = divmod(choice.index, asked.n)
+        scored = self._prompts[prompt]
+        table = _prompt_table(asked, self._texts, scored) if sample == 0 else UNSET
+        if asked.echoes is None:
+            return "", (), table
+        echo = asked.echoes[prompt]
+        text = echo if isinstance(echo, str) else self._texts.tokenizer.decode(echo)
+        return text, scored if asked.has_logprobs else (), table
 
     def _whole_choice(self, choice: _Choice) -> replies.CompletionChoice:
-        prompt, sample = divmod(choice.index, self._asked.n)
-        table = _prompt_table(self._asked, self._texts, self._prompts[prompt]) if sample == 0 else UNSET
-        return self._choice(choice, "".join(choice.text), choice.logprobs, choice.end, table)
+        text, entries, table = self._beginning(choice)
+        return self._choice(choice, text + "".join(choice.text), [*entries, *choice.logprobs], choice.end, table)
 
     def _choice(
         self,

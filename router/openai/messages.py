@@ -1,6 +1,12 @@
 """The contract's own requests, made of OpenAI's: each prompt is one. Pure functions, called by `routes`."""
 
-from router.openai.requests import ChatCompletionRequest, ChatMessage, CompletionRequest, TokenizeRequest
+from router.openai.requests import (
+    DEFAULT_MAX_TOKENS,
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    TokenizeRequest,
+)
 from splitserve.service.errors import InvalidRequest, SplitserveError
 from splitserve.v1 import inference_pb2 as pb
 
@@ -33,6 +39,8 @@ def of_completion(request: CompletionRequest, request_id: str) -> list[pb.Genera
     if request.suffix:
         raise _not_supported("suffix")
     params = _sampling(request)
+    if request.max_tokens is None:
+        params.max_tokens = DEFAULT_MAX_TOKENS
     if request.logprobs is not None:
         params.logprobs = request.logprobs
         if request.echo and request.prompt_logprobs is None:

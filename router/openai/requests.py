@@ -18,6 +18,9 @@ Int32 = Annotated[int, Field(ge=-_INT32, lt=_INT32)]
 Seed = Annotated[int, Field(ge=-_INT64, lt=_UINT64)]
 Json = dict[str, Any]
 
+# OpenAI's own, of text completions; a chat goes on to the end of its answer.
+DEFAULT_MAX_TOKENS = 16
+
 
 def _is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and -_INT64 <= value < _INT64
@@ -174,7 +177,7 @@ class _Sampled(_Strict):
 
 class CompletionRequest(_Sampled):
     prompt: Prompts
-    max_tokens: Int32 | None = Field(16, description="Most output tokens of each choice.")
+    max_tokens: Int32 | None = Field(DEFAULT_MAX_TOKENS, description="Most output tokens of each choice.")
     logprobs: Int32 | None = Field(None, description="So many of the likeliest tokens with each token.")
     echo: bool | None = None
     best_of: Int32 | None = Field(None, description="Not supported: refused unless 1.")

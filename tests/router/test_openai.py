@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from router.openai import exchange
+from router.openai import exchange, replies
 from router.request import FinishReason, GenerationRequest, PromptLogprobs, TokenEvent, TokenLogprobs
 from splitserve.service.errors import Internal, Overloaded, Unavailable
 from tests.router.edge import Edge, assemble, http, http_app, until
@@ -380,6 +380,25 @@ async def test_null_is_not_absent() -> None:
         with_null, without = (request.sampling for request in edge.dispatcher.requests)
         assert with_null.max_tokens == without.max_tokens
         assert (with_null.temperature, with_null.n) == (1.0, 1)
+        await ask(client, "text", **dict.fromkeys(names))
+        assert edge.dispatcher.requests[-1].sampling.max_tokens == 16
+
+
+@pytest.mark.parametrize("kind", PATHS)
+async def test_whole_reply_is_made_of_chunks_that_nobody_reads(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One reply is built, and no event on the way to it."""
+    built: list[str] = []
+    for name in ("ChatChunk", "Completion"):
+        made = getattr(replies, name)
+
+        def make(*args: Any, _made: Any = made, _name: str = name, **kwargs: Any) -> Any:
+            built.append(_name)
+            return _made(*args, **kwargs)
+
+        monkeypatch.setattr(replies, name, make)
+    async with http(Edge(FakeDispatcher(lambda _: tokens("hello")))) as client:
+        await ask(client, kind, timings=True)
+        assert built == ([] if kind == "chat" else ["Completion"])
 
 
 LOGPROBS = [
