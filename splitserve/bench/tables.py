@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from rich.table import Table
 
 from splitserve.bench.parts import PARTS
+from splitserve.bench.router import RouterRow
 from splitserve.bench.steps import EngineRow
 from splitserve.bench.tokens import TokensRow
 
@@ -54,6 +55,24 @@ def gpu_tables(tokens: Sequence[TokensRow], steps: Sequence[EngineRow]) -> list[
         rates = (f"{step.tokens_per_s:.0f}", f"{step.gflop_s / 1e3:.3g}")
         speed.add_row(step.case, *times, *rates, f"{step.floor_ms.min:.2f}", f"{step.ratio:.2f}")
     return [table, speed]
+
+
+def router_table(rows: Sequence[RouterRow]) -> Table:
+    table = _table("one router process: as fast as it can, then at half that rate")
+    for heading in (
+        *("case", "tokens/s", "of a core", "cpu us/token", "tokens/chunk"),
+        *("half: cpu us/token", "tokens/chunk", "p50 ms", "p99 ms", "MiB", "KiB/stream"),
+    ):
+        _column(table, heading)
+    for row in rows:
+        table.add_row(
+            f"{row.edge} {row.streams}",
+            *(f"{row.tokens_per_s:.0f}", f"{row.core_share:.2f}", f"{row.cpu_us_per_token:.0f}"),
+            *(f"{row.tokens_per_chunk:.2f}", f"{row.half_load_cpu_us_per_token:.0f}"),
+            *(f"{row.half_load_tokens_per_chunk:.2f}", f"{row.latency_ms_p50:.1f}", f"{row.latency_ms_p99:.1f}"),
+            *(f"{row.memory_mib:.0f}", f"{row.memory_kib_per_stream:.1f}"),
+        )
+    return table
 
 
 def _table(title: str) -> Table:

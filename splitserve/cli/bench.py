@@ -144,6 +144,52 @@ def gpu(
     return 0 if result.is_exact else 1
 
 
+@app.command
+def router(
+    *,
+    edges: Literal["grpc,sse", "grpc", "sse"] = "grpc,sse",
+    streams: str = "1,64,512,5000,20000",
+    seconds: float = 5.0,
+    output: Path | None = None,
+) -> int:
+    """Measure the router alone: the tokens per second that one process carries, and what a token costs it.
+
+    Starts a real router on a core of its own, fake workers that compute nothing, and clients that read as fast as they
+    can. First so many tokens are on their way that the router always has something to do; then half as many per second,
+    when the time that a token takes through the router is measured. docs/benchmarks.md explains the columns.
+
+    Parameters
+    ----------
+    edges
+        grpc: streams that share a few connections. sse: the OpenAI API's server-sent events, a connection for each.
+    streams
+        How many streams at once, such as 1,64,512.
+    seconds
+        How long each of the two parts of a row lasts.
+    output
+        Write the report to this file, as JSON.
+    """
+    require_serving()
+    from splitserve.bench import tables
+    from splitserve.bench.router import RouterSettings, run_router_bench
+
+    _require_writable(output)
+    try:
+        counts = [int(count) for count in streams.split(",")]
+    except ValueError:
+        raise InvalidRequest(f"--streams {streams}: numbers are needed, such as 1,64", field="streams") from None
+    if min(counts) < 1 or seconds <= 0:
+        raise InvalidRequest("--streams and --seconds: numbers above 0 are needed", field="streams")
+    settings = RouterSettings(edges=edges.split(","), streams=counts, seconds=seconds)
+    signal.signal(signal.SIGTERM, interrupt)  # a router must not be left behind
+    report, rows = run_router_bench(settings, _MESSAGES.print)
+    _RESULTS.print(tables.machine_line(report.machine), soft_wrap=True)
+    _RESULTS.print(tables.router_table(rows))
+    _save(report, output)
+    _tell(output)
+    return 0
+
+
 def _require_writable(output: Path | None) -> None:
     """Before minutes of measuring."""
     if output is not None and not output.absolute().parent.is_dir():
