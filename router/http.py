@@ -9,12 +9,12 @@ from importlib.metadata import version
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CollectorRegistry
 
 from router.body_limit import BodyLimit
 from router.http_errors import map_errors
-from router.openai.openapi import document
+from router.openai.openapi import NOT_READY, document
 from splitserve.service.errors import Unavailable
 from splitserve.service.limits import MAX_MESSAGE_BYTES
 from splitserve.service.metrics import CONTENT_TYPE, render
@@ -45,14 +45,14 @@ def create_app(
     async def live() -> dict[str, str]:
         return {"status": "live"}
 
-    @app.get("/health/ready")
+    @app.get("/health/ready", responses=NOT_READY)
     async def ready() -> dict[str, str]:
         reason = not_ready_reason()
         if reason is not None:
             raise Unavailable(reason, reason="NOT_READY", retry_after_s=1.0)
         return {"status": "ready"}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(render(registry), headers={"content-type": CONTENT_TYPE})
 

@@ -41,7 +41,7 @@ TOO_MANY_SAMPLES = "TOO_MANY_SAMPLES"
 NumberName = Literal["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
 LogprobsName = Literal["logprobs", "prompt_logprobs"]
 
-_ALL_TOKENS = -1
+ALL_TOKENS = -1
 _ALLOWED_TOP_K = "at least 1, or 0 or -1 for all tokens"
 _DEFAULTS: tuple[NumberName, ...] = ("temperature", "top_p", "min_p", "repetition_penalty")
 
@@ -56,7 +56,7 @@ def with_usable_defaults(model: ModelDescription) -> ModelDescription:
         value = getattr(model, f"default_{name}")
         if value is not None and (allowed := _number_problem(name, value)) is not None:
             problems[name] = allowed
-    if model.default_top_k is not None and model.default_top_k < _ALL_TOKENS:
+    if model.default_top_k is not None and model.default_top_k < ALL_TOKENS:
         problems["top_k"] = _ALLOWED_TOP_K
     for key, allowed in problems.items():
         log.warning(
@@ -195,7 +195,7 @@ def _logit_bias(bias: Mapping[int, float], vocab_size: int) -> tuple[tuple[int, 
 
 def _top_k(params: pb.SamplingParams, model: ModelDescription) -> int:
     top_k = params.top_k if params.HasField("top_k") else (model.default_top_k or 0)
-    if top_k < _ALL_TOKENS:
+    if top_k < ALL_TOKENS:
         raise _out_of_range("top_k", top_k, _ALLOWED_TOP_K)
     return min(max(top_k, 0), model.vocab_size)
 

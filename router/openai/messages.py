@@ -2,6 +2,7 @@
 
 from router.openai.requests import (
     DEFAULT_MAX_TOKENS,
+    RENAMED_ROLES,
     ChatCompletionRequest,
     ChatMessage,
     CompletionRequest,
@@ -78,10 +79,10 @@ def of_chat(request: ChatCompletionRequest, request_id: str) -> pb.GenerateReque
 
 
 def chat_of(messages: list[ChatMessage]) -> pb.Chat:
-    """`developer` is the newer name of the role `system`; templates know the older one."""
-    roles = {"developer": "system"}
     return pb.Chat(
-        messages=[pb.ChatMessage(role=roles.get(each.role, each.role), content=each.content) for each in messages]
+        messages=[
+            pb.ChatMessage(role=RENAMED_ROLES.get(each.role, each.role), content=each.content) for each in messages
+        ]
     )
 
 

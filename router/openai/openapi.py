@@ -11,15 +11,16 @@ from router.openai import replies
 
 _REFERENCE = "#/components/schemas/{name}"
 
+Responses = dict[int | str, dict[str, Any]]
 
-def reply_of(whole: type[msgspec.Struct], event: type[msgspec.Struct] | None = None) -> dict[int | str, dict[str, Any]]:
+
+def reply_of(whole: type[msgspec.Struct], event: type[msgspec.Struct] | None = None) -> Responses:
     """A route's `responses`: its reply, the events where it can stream, and the shape of every error."""
     content = {"application/json": {"schema": _schema(whole)}}
     if event is not None:
         content["text/event-stream"] = {"schema": _schema(event)}
-    error = {"content": {"application/json": {"schema": _schema(replies.ErrorReply)}}}
-    refused: dict[int | str, dict[str, Any]] = {
-        status: {"description": description, **error}
+    refused: Responses = {
+        status: _error(description)
         for status, description in {
             400: "The request can never be served.",
             404: "Another model's name.",
@@ -31,7 +32,7 @@ def reply_of(whole: type[msgspec.Struct], event: type[msgspec.Struct] | None = N
             504: "Its time ran out.",
         }.items()
     }
-    answered: dict[int | str, dict[str, Any]] = {200: {"description": "The answer.", "content": content}}
+    answered: Responses = {200: {"description": "The answer.", "content": content}}
     return answered | refused
 
 
@@ -53,6 +54,14 @@ def _schema(reply: type[msgspec.Struct]) -> dict[str, str]:
     return {"$ref": _REFERENCE.format(name=reply.__name__)}
 
 
+def _error(description: str) -> dict[str, Any]:
+    return {"description": description, "content": {"application/json": {"schema": _schema(replies.ErrorReply)}}}
+
+
 def _all_replies() -> list[type[msgspec.Struct]]:
     found = [value for value in vars(replies).values() if isinstance(value, type)]
     return [each for each in found if issubclass(each, msgspec.Struct) and each is not msgspec.Struct]
+
+
+NOT_READY: Responses = {503: _error("Nobody can serve now; the message says why.")}
+"""Besides its own reply, for the route that says whether anyone can serve."""

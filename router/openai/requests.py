@@ -1,6 +1,7 @@
 """What clients send in the OpenAI API, as far as its shape goes; `validation` judges the values.
 
-`routes` declares these types, so they are what `/openapi.json` shows. `messages` makes the contract's own request of
+`routes` declares these types, so they are what `/openapi.json` shows: ranges, too, which `sampling` judges for both
+edges. `messages` makes the contract's own request of
 one: an option is read here, given its meaning there, and checked in the same place as over gRPC.
 """
 
@@ -8,6 +9,9 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+
+from router import sampling
+from splitserve.models.chat_template import ROLES
 
 _INT32 = 2**31
 _INT64 = 2**63
@@ -17,6 +21,9 @@ _UINT64 = 2**64
 Int32 = Annotated[int, Field(ge=-_INT32, lt=_INT32)]
 Seed = Annotated[int, Field(ge=-_INT64, lt=_UINT64)]
 Json = dict[str, Any]
+
+# Newer names that templates do not know.
+RENAMED_ROLES = {"developer": "system"}
 
 # OpenAI's own, of text completions; a chat goes on to the end of its answer.
 DEFAULT_MAX_TOKENS = 16
@@ -80,8 +87,19 @@ def _given(read: Callable[[Any], Any]) -> BeforeValidator:
     return BeforeValidator(lambda value: None if value is None else read(value))
 
 
-_STRING, _INTEGER = {"type": "string"}, {"type": "integer"}
-_IDS = {"type": "array", "items": _INTEGER, "minItems": 1}
+def _between(least: float, most: float | None = None, description: str | None = None) -> Any:
+    """An option that may be absent, with its range in words of JSON schema; nothing is refused by it."""
+    shown: Json = {"minimum": least} if most is None else {"minimum": least, "maximum": most}
+    return Field(None, description=description, json_schema_extra=shown)
+
+
+_TEXT, _STOP = (
+    {"type": "string", "minLength": 1},
+    {"type": "string", "minLength": 1, "maxLength": sampling.MAX_STOP_CHARS},
+)
+_STRING, _ID = {"type": "string"}, {"type": "integer", "minimum": 0}
+_IDS = {"type": "array", "items": _ID, "minItems": 1}
+_NULL = {"type": "null"}
 
 
 def _schema(*choices: Json, **more: object) -> WithJsonSchema:
@@ -92,13 +110,17 @@ Prompts = Annotated[
     Any,
     BeforeValidator(_read_prompts),
     _schema(
-        _STRING,
-        {"type": "array", "items": _STRING, "minItems": 1},
+        _TEXT,
+        {"type": "array", "items": _TEXT, "minItems": 1},
         _IDS,
         {"type": "array", "items": _IDS, "minItems": 1},
     ),
 ]
-Stop = Annotated[Any, _given(_read_stop), _schema(_STRING, {"type": "array", "items": _STRING}, {"type": "null"})]
+Stop = Annotated[
+    Any,
+    _given(_read_stop),
+    _schema(_STOP, {"type": "array", "items": _STOP, "maxItems": sampling.MAX_STOP_STRINGS}, _NULL),
+]
 Content = Annotated[
     Any,
     BeforeValidator(_read_content),
@@ -115,8 +137,25 @@ Content = Annotated[
     ),
 ]
 Bias = Annotated[
-    Any, _given(_read_bias), _schema({"type": "object", "additionalProperties": {"type": "number"}}, {"type": "null"})
+    Any,
+    _given(_read_bias),
+    _schema(
+        {
+            "type": "object",
+            "additionalProperties": {
+                "type": "number",
+                "minimum": -sampling.MAX_BIAS,
+                "maximum": sampling.MAX_BIAS,
+            },
+            "propertyNames": {"pattern": "^[0-9]{1,18}$"},
+            "maxProperties": sampling.MAX_BIASED_TOKENS,
+        },
+        _NULL,
+    ),
 ]
+
+
+Role = Annotated[str, WithJsonSchema({"type": "string", "enum": [*ROLES, *RENAMED_ROLES]})]
 
 
 class _Strict(BaseModel):
@@ -131,7 +170,7 @@ class StreamOptions(_Strict):
 
 
 class ChatMessage(_Strict):
-    role: str
+    role: Role
     content: Content
     name: str | None = Field(None, description="Without effect: chat templates do not know it.")
     tool_call_id: str | None = Field(None, description="Without effect.")
@@ -143,29 +182,29 @@ class ResponseFormat(BaseModel):
 
 
 class _Sampled(_Strict):
-    """What chat and text completions share. Defaults and ranges are in docs/api.md."""
+    """What chat and text completions share. Defaults are in docs/api.md."""
 
     model: str | None = Field(None, description="The served model's name; absent is the one that is served.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Int32 | None = Field(None, description="Samples of each prompt.")
-    max_tokens: Int32 | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
+    n: Int32 | None = _between(1, sampling.MAX_SAMPLES, "Samples of each prompt.")
+    max_tokens: Int32 | None = _between(1)
+    temperature: float | None = _between(0, sampling.MAX_TEMPERATURE)
+    top_p: float | None = Field(None, json_schema_extra={"exclusiveMinimum": 0, "maximum": 1})
+    frequency_penalty: float | None = _between(-sampling.MAX_PENALTY, sampling.MAX_PENALTY)
+    presence_penalty: float | None = _between(-sampling.MAX_PENALTY, sampling.MAX_PENALTY)
     logit_bias: Bias = None
     stop: Stop = None
     seed: Seed | None = None
     user: str | None = Field(None, description="Without effect.")
     # Beyond OpenAI's own, by vLLM's names.
-    top_k: Int32 | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: Int32 | None = None
+    top_k: Int32 | None = _between(sampling.ALL_TOKENS)
+    min_p: float | None = _between(0, 1)
+    repetition_penalty: float | None = _between(sampling.MIN_REPETITION_PENALTY, sampling.MAX_REPETITION_PENALTY)
+    min_tokens: Int32 | None = _between(0)
     stop_token_ids: list[Annotated[int, Field(ge=-_INT64, lt=_INT64)]] | None = None
     ignore_eos: bool | None = None
-    prompt_logprobs: Int32 | None = None
+    prompt_logprobs: Int32 | None = _between(0, sampling.MAX_LOGPROBS)
     priority: Int32 | None = None
     timings: bool | None = Field(None, description="Whether the reply is to say where the time went.")
     request_id: str | None = Field(None, description="Your own name for the request, for the logs.")
@@ -177,8 +216,10 @@ class _Sampled(_Strict):
 
 class CompletionRequest(_Sampled):
     prompt: Prompts
-    max_tokens: Int32 | None = Field(DEFAULT_MAX_TOKENS, description="Most output tokens of each choice.")
-    logprobs: Int32 | None = Field(None, description="So many of the likeliest tokens with each token.")
+    max_tokens: Int32 | None = Field(
+        DEFAULT_MAX_TOKENS, description="Most output tokens of each choice.", json_schema_extra={"minimum": 1}
+    )
+    logprobs: Int32 | None = _between(0, sampling.MAX_LOGPROBS, "So many of the likeliest tokens with each token.")
     echo: bool | None = None
     best_of: Int32 | None = Field(None, description="Not supported: refused unless 1.")
     suffix: str | None = Field(None, description="Not supported: refused unless empty.")
@@ -186,9 +227,11 @@ class CompletionRequest(_Sampled):
 
 class ChatCompletionRequest(_Sampled):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: Int32 | None = Field(None, description="The newer name of max_tokens.")
+    max_completion_tokens: Int32 | None = _between(1, description="The newer name of max_tokens.")
     logprobs: bool | None = None
-    top_logprobs: Int32 | None = Field(None, description="So many of the likeliest tokens with each; needs logprobs.")
+    top_logprobs: Int32 | None = _between(
+        0, sampling.MAX_LOGPROBS, "So many of the likeliest tokens with each; needs logprobs."
+    )
     # What clients send of their own accord, and what changes nothing here.
     metadata: Json | None = Field(None, description="Without effect.")
     store: bool | None = Field(None, description="Without effect: nothing is stored.")

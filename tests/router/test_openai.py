@@ -589,6 +589,38 @@ async def test_document_lacks_a_path_or_a_schema() -> None:
     async with http(Edge()) as client:
         document = (await client.get("/openapi.json")).json()
         assert {*PATHS.values(), "/v1/models", "/tokenize", "/detokenize"} <= document["paths"].keys()
+        assert "503" in document["paths"]["/health/ready"]["get"]["responses"]
         named = json.dumps(document).split('"$ref": "#/components/schemas/')[1:]
         missing = {name.split('"')[0] for name in named} - document["components"]["schemas"].keys()
         assert missing == set()
+
+
+def beyond(schema: Any) -> tuple[list[float], list[float]]:
+    """What a number's schema lets through at its ends, and what not, by a hair."""
+    is_integer = "integer" in {each.get("type") for each in schema["anyOf"]}
+    number, hair = (int, 1) if is_integer else (float, 1e-6)
+    good = [schema[bound] for bound in ("minimum", "maximum") if bound in schema]
+    bad = [schema[bound] + sign * hair for bound, sign in (("minimum", -1), ("maximum", 1)) if bound in schema]
+    if "exclusiveMinimum" in schema:
+        good.append(schema["exclusiveMinimum"] + hair)
+        bad.append(schema["exclusiveMinimum"])
+    return list(map(number, good)), list(map(number, bad))
+
+
+async def test_document_names_other_ranges_than_are_refused() -> None:
+    def script(request: GenerationRequest) -> list[Step]:
+        return [TokenEvent(sample, 0, 97, FinishReason.LENGTH) for sample in range(request.sampling.n)]
+
+    async with http(Edge(FakeDispatcher(script))) as client:
+        schemas = (await client.get("/openapi.json")).json()["components"]["schemas"]
+        options = schemas["CompletionRequest"]["properties"]
+        ranged = {name: beyond(schema) for name, schema in options.items() if "anyOf" in schema}
+        ranged = {name: (good, bad) for name, (good, bad) in ranged.items() if good}
+        assert {"temperature", "top_p", "top_k", "n", "max_tokens", "logprobs", "min_p"} <= ranged.keys()
+        for name, (good, bad) in ranged.items():
+            for value in good:
+                response = await client.post(PATHS["text"], json=TEXT | {name: value})
+                assert response.status_code == 200, (name, value, response.text)
+            for value in bad:
+                response = await client.post(PATHS["text"], json=TEXT | {name: value})
+                assert (response.status_code, response.json()["error"]["param"]) == (400, name), (value, response.text)
