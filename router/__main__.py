@@ -16,6 +16,7 @@ from router.join import ClusterServicer
 from router.membership import Membership
 from router.metrics import RouterMetrics
 from router.openai.routes import OpenAI
+from router.pacing import Pacer
 from router.server import InferenceServicer
 from router.serving import Serving
 from router.tokenizing import TokenizingLimits
@@ -58,7 +59,8 @@ class Router:
         self._registry = new_registry()
         metrics = RouterMetrics(self._registry, model.name)
         self._membership = Membership(config, model.name, model.revision)
-        self._dispatcher = ClusterDispatcher(config, self._membership, metrics)
+        self._pacer = Pacer()
+        self._dispatcher = ClusterDispatcher(config, self._membership, metrics, self._pacer)
         self._validator = RequestValidator(
             model,
             tokenizer,
@@ -107,7 +109,7 @@ class Router:
             return EXIT_CONFIG
         log.info("listening", grpc=grpc_port, http=http.port, internal=internal_port)
         # To the end: a worker that dies while the last streams run is to be found as well.
-        await first_of(self._membership.watch(), self._serve(stop, http))
+        await first_of(self._membership.watch(), self._pacer.watch(), self._serve(stop, http))
         await self._internal.stop(0)
         self._validator.close()
         return stop.status

@@ -7,7 +7,7 @@ the reservation is kept, and its ticket renewed for another leg.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Set
+from collections.abc import AsyncGenerator, Set
 from dataclasses import replace
 
 import structlog
@@ -35,6 +35,7 @@ from router.inbox import Inbox
 from router.leg import Leg
 from router.leg_search import LegSearch, LegSource
 from router.metrics import RouterMetrics
+from router.pacing import Pacer
 from router.patience import next_word
 from router.token_order import TokenOrders
 from router.worker import Start, Worker
@@ -67,15 +68,18 @@ class Attempt:
         legs: LegSource,
         config: RouterConfig,
         metrics: RouterMetrics,
+        pacer: Pacer,
     ) -> None:
         self.attempt_id = attempt_id
         self.decode = decode
         self._inbox = inbox
         self.num_cached_tokens: int | None = None  # known once a prefill worker has accepted
+        self.has_more = False  # tokens beside the one that was given last, which follow at once
         self._leg = leg
         self._search = LegSearch(legs, decode, inbox, patience_s=config.reserve_timeout)
         self._config = config
         self._metrics = metrics
+        self._pacer = pacer
         self._state = State.RESERVING
         self._unfinished: TokenOrders | None = None  # until decode has been asked
         self._held: list[TokenArrived] = []
@@ -124,13 +128,13 @@ class Attempt:
                     yield arrived
                 case event:
                     self._held.extend(self._progress(event))
-            if self._leg.is_scored:  # decode, which repeats the first token, may overtake the prompt's logprobs
-                for token in self._take_held(unfinished):
+            # Decode, which repeats the first token, may overtake the prompt's logprobs; what is here is shown together.
+            if self._held and self._leg.is_scored and not self._inbox.is_next(TokenArrived):
+                held, self._held = self._held, []
+                tokens = list(unfinished.take(held))
+                for number, token in enumerate(tokens, start=1):
+                    self.has_more = number < len(tokens)
                     yield token
-
-    def _take_held(self, unfinished: TokenOrders) -> Iterator[TokenArrived]:
-        held, self._held = self._held, []
-        return unfinished.take(held)
 
     # What goes well
 
@@ -293,6 +297,10 @@ class Attempt:
 
     async def _next(self) -> AttemptEvent | None:
         """The next event; None when it is time to look for a prefill worker again."""
+        if self._state is State.DECODING and self._pacer.pause_s and not self._inbox.is_next(TokenArrived):
+            await asyncio.sleep(self._pacer.pause_s)
+        if (event := self._inbox.take()) is not None:
+            return event
         if self._state is not State.SEEKING:
             return await next_word(
                 self._inbox,

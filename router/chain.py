@@ -180,7 +180,10 @@ class Chain:
         self._progress.outputs[event.sample].append(event.token_id)
         if event.finish_reason is not None:
             self._unfinished.remove(event.sample)
-        return TokenEvent(event.sample, event.position, event.token_id, event.finish_reason, event.logprobs)
+        is_followed = self._attempt is not None and self._attempt.has_more
+        return TokenEvent(
+            event.sample, event.position, event.token_id, event.finish_reason, event.logprobs, is_followed
+        )
 
     async def _attempt_once(self) -> AsyncGenerator[Arrived, None]:
         progress = self._progress

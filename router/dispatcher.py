@@ -18,6 +18,7 @@ from router.inbox import Inbox
 from router.leg import Leg
 from router.membership import End, Membership
 from router.metrics import RouterMetrics
+from router.pacing import Pacer
 from router.queue import RequestQueue, Waiting
 from router.request import GenerationRequest
 from router.scheduler import (
@@ -45,7 +46,8 @@ def _too_large(demand: Demand) -> str:
 
 
 class ClusterDispatcher:
-    def __init__(self, config: RouterConfig, membership: Membership, metrics: RouterMetrics) -> None:
+    def __init__(self, config: RouterConfig, membership: Membership, metrics: RouterMetrics, pacer: Pacer) -> None:
+        self._pacer = pacer
         self._config = config
         self._membership = membership
         self._metrics = metrics
@@ -133,6 +135,9 @@ class ClusterDispatcher:
         is kept for it, and they go on with what is left. One that no worker here could ever hold is passed.
         """
         self._is_kicked = False
+        if not self.queue:
+            self._kept = []
+            return
         head: Waiting | None = None
         kept = self._kept = []
         without_room: list[Demand] = []
@@ -204,7 +209,7 @@ class ClusterDispatcher:
         # Random per attempt and made here: no client's id is ever a key.
         attempt_id, inbox = uuid.uuid4().hex, Inbox()
         leg = self._leg(prefill, demand.num_tokens, inbox)
-        attempt = Attempt(attempt_id, leg, decode, inbox, self, self._config, self._metrics)
+        attempt = Attempt(attempt_id, leg, decode, inbox, self, self._config, self._metrics, self._pacer)
         num_blocks = decode_blocks(demand.num_tokens, demand.num_samples, decode.identity.block_size)
         decode.promise(attempt_id, attempt, num_blocks, demand.num_tokens, demand.num_samples)
         return attempt

@@ -75,6 +75,8 @@ class TokenEvent:
     token_id: int
     finish_reason: FinishReason | None = None
     logprobs: TokenLogprobs | None = None
+    is_followed: bool = False
+    "Another token event of the request comes at once: both may be shown together."
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,8 +103,8 @@ class _GrpcClient:
                 chunk = pb.GenerateChunk(prompt_logprobs=map(_token_logprobs, piece.tokens))
                 return pb.GenerateResponse(chunk=chunk, request_id=self._request_id)
             case Delta():
-                logprobs = [] if piece.logprobs is None else [_token_logprobs(piece.logprobs)]
-                chunk = pb.GenerateChunk(text=piece.text, token_ids=[piece.token_id], logprobs=logprobs)
+                logprobs = map(_token_logprobs, piece.logprobs)
+                chunk = pb.GenerateChunk(text=piece.text, token_ids=piece.token_ids, logprobs=logprobs)
                 return pb.GenerateResponse(chunk=chunk, request_id=self._request_id, index=piece.sample)
             case SampleEnd():
                 complete = _complete(piece)

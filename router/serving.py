@@ -6,6 +6,7 @@ task that owns its `Generation`: however the call ends, that task closes the gen
 
 import asyncio
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,7 +15,7 @@ import structlog
 from router.calls import OpenCalls
 from router.metrics import Outcome, RequestRecord, RouterMetrics
 from router.output import Finish, SampleOutput
-from router.request import Dispatcher, Generation, GenerationRequest, PromptLogprobs, TokenLogprobs
+from router.request import Dispatcher, Generation, GenerationRequest, PromptLogprobs, TokenEvent, TokenLogprobs
 from router.stages import Timings
 from router.text import Detokenizer
 from router.validation import RequestValidator
@@ -40,12 +41,13 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one token adds to a sample: always its id, and text that may now be shown."""
+    """What one token adds to a sample, or several that came together: always their ids, and text that may now be
+    shown. `logprobs` are the tokens', or none."""
 
     sample: int
-    token_id: int
+    token_ids: tuple[int, ...]
     text: str
-    logprobs: TokenLogprobs | None
+    logprobs: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,17 +178,23 @@ class Serving:
         """Until every sample is finished; the last one's finish stands for the request."""
         outputs = [SampleOutput(self._detokenizer, request.sampling) for _ in range(request.sampling.n)]
         unfinished = set(range(len(outputs)))
+        gathered = _Gathered()
         async for event in generation:
             if isinstance(event, PromptLogprobs):
                 await client.write(event)
                 continue
-            if event.sample not in unfinished:
-                continue
-            record.token(event.sample)
+            finish = None
             output = outputs[event.sample]
-            delta = output.take(event)
-            await client.write(Delta(event.sample, delta.token_id, delta.text, event.logprobs))
-            if delta.finish is None:
+            if event.sample in unfinished:
+                record.token(event.sample)
+                delta = output.take(event)
+                finish = delta.finish
+                gathered.add(event, delta.text)
+            if finish is None and event.is_followed:
+                continue
+            for piece in gathered.take():
+                await client.write(piece)
+            if finish is None:
                 continue
             unfinished.remove(event.sample)
             if not unfinished:
@@ -194,7 +202,7 @@ class Serving:
             await client.write(
                 SampleEnd(
                     sample=event.sample,
-                    finish=delta.finish,
+                    finish=finish,
                     num_prompt_tokens=len(request.prompt_ids),
                     num_tokens=output.num_tokens,
                     cached_tokens=generation.cached_tokens,
@@ -204,10 +212,31 @@ class Serving:
                 )
             )
             if not unfinished:
-                return delta.finish
+                return finish
             if event.finish_reason is None:
                 generation.stop(event.sample)
         raise Internal("the output ended without a finish reason")
+
+
+class _Gathered:
+    """What came together and is not shown yet."""
+
+    def __init__(self) -> None:
+        self._samples: dict[int, list[tuple[TokenEvent, str]]] = {}
+
+    def add(self, event: TokenEvent, text: str) -> None:
+        self._samples.setdefault(event.sample, []).append((event, text))
+
+    def take(self) -> Iterator[Delta]:
+        """One piece for each sample."""
+        samples, self._samples = self._samples, {}
+        for sample, tokens in samples.items():
+            yield Delta(
+                sample,
+                tuple(event.token_id for event, _ in tokens),
+                "".join(text for _, text in tokens),
+                tuple(event.logprobs for event, _ in tokens if event.logprobs is not None),
+            )
 
 
 def traceparent_of(header: str) -> str:

@@ -95,8 +95,8 @@ class ChatAnswer:
             )
             last.timings = UNSET if self._asked.includes_usage else self._tally.timings()
             yield last
-        elif piece.text or piece.logprobs is not None:
-            logprobs = None if piece.logprobs is None else self._logprobs([piece.logprobs])
+        elif piece.text or piece.logprobs:
+            logprobs = self._logprobs(piece.logprobs) if piece.logprobs else None
             yield self._chunk(replies.ChatChunkChoice(choice.index, replies.ChatDelta(piece.text), logprobs, None))
 
     def last_events(self) -> Iterator[Struct]:
@@ -173,9 +173,8 @@ class CompletionAnswer:
             last = self._reply([self._choice(choice, "", [], piece)])
             last.timings = UNSET if self._asked.includes_usage else self._tally.timings()
             yield last
-        elif piece.text or piece.logprobs is not None:
-            entries = [] if piece.logprobs is None else [piece.logprobs]
-            yield self._reply([self._choice(choice, piece.text, entries, None)])
+        elif piece.text or piece.logprobs:
+            yield self._reply([self._choice(choice, piece.text, piece.logprobs, None)])
 
     def last_events(self) -> Iterator[Struct]:
         if self._asked.includes_usage:
@@ -249,8 +248,7 @@ def finite(logprob: float) -> float:
 
 def _keep(choice: _Choice, delta: Delta) -> None:
     choice.text.append(delta.text)
-    if delta.logprobs is not None:
-        choice.logprobs.append(delta.logprobs)
+    choice.logprobs += delta.logprobs
 
 
 def _stop_reason(end: SampleEnd) -> str | int | UnsetType:

@@ -139,7 +139,7 @@ async def _measure(model: Path, edge: str, num_streams: int, seconds: float) -> 
                 full = await _saturate(router, decodes, meter, num_streams, seconds)
                 memory = router.memory_mib()
                 await _settle(decodes, meter, num_streams)
-                half = await _pace(router, decodes, meter, full.tokens_per_s / 2, seconds)
+                half = await _pace(router, decodes, meter, num_streams, full.tokens_per_s / 2, seconds)
             finally:
                 await streams.close()
     ordered = sorted(meter.latencies)
@@ -340,19 +340,25 @@ async def _settle(decodes: Sequence[FakeDecode], meter: Meter, num_streams: int)
 
 
 async def _pace(
-    router: _Router, decodes: Sequence[FakeDecode], meter: Meter, tokens_per_s: float, seconds: float
+    router: _Router,
+    decodes: Sequence[FakeDecode],
+    meter: Meter,
+    num_streams: int,
+    tokens_per_s: float,
+    seconds: float,
 ) -> _Interval:
-    """Every worker's steps at the same distance, one worker after another."""
+    """Every worker's steps at the same distance, one worker after another, and each at least once."""
     meter.is_noting = True
     interval = sum(decode.num_running for decode in decodes) / tokens_per_s / len(decodes)
     async with _observed(router, meter) as intervals:
         began = time.perf_counter()
         for number, decode in enumerate(itertools.cycle(decodes)):
             due = began + number * interval
-            if due > began + seconds or meter.error is not None:
+            if (due > began + seconds and number >= len(decodes)) or meter.error is not None:
                 break
             await asyncio.sleep(max(due - time.perf_counter(), 0))
             decode.step(meter.next_word())
+        await _settle(decodes, meter, num_streams)
     return intervals[0]
 
 

@@ -27,6 +27,7 @@ from router.events import (
 from router.flow import RequestFlow
 from router.membership import Membership
 from router.metrics import RouterMetrics
+from router.pacing import Pacer
 from router.request import Event, FinishReason, GenerationRequest, Sampling, TokenEvent, TokenLogprobs
 from router.stages import StageClock
 from router.worker import Identity, Link, LoadReport, Role, Start, Worker
@@ -175,7 +176,8 @@ class Router:
         self.membership = Membership(self.config, "tiny", "r1")
         self.registry = CollectorRegistry()
         self.metrics = RouterMetrics(self.registry, "tiny")
-        self.dispatcher = ClusterDispatcher(self.config, self.membership, self.metrics)
+        self.pacer = Pacer()
+        self.dispatcher = ClusterDispatcher(self.config, self.membership, self.metrics, self.pacer)
         self.fakes: list[FakeWorker] = []
 
     def join(self, role: Role, name: str, **identity: Any) -> FakeWorker:

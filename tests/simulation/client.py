@@ -106,7 +106,12 @@ class Client:
         elif response.chunk.prompt_logprobs:
             self._take_prompt_logprobs(list(response.chunk.prompt_logprobs))
         else:
-            self._take_token(response.index, response.chunk)
+            chunk, sample = response.chunk, response.index
+            assert len(chunk.token_ids) > 0, "a chunk of nothing"
+            has_logprobs = self.reference.texts[sample][0].logprobs is not None
+            assert len(chunk.logprobs) == (len(chunk.token_ids) if has_logprobs else 0)
+            for number, token_id in enumerate(chunk.token_ids):
+                self._take_token(sample, token_id, chunk.logprobs[number] if has_logprobs else None)
 
     async def abort_with_status(self, status: Any) -> NoReturn:
         trailer: Any = SimpleNamespace(**{key: partial(getattr, status, key) for key in _STATUS_FIELDS})
@@ -124,13 +129,13 @@ class Client:
         is_late = self._now() > self._began + limit_s + 0.01 and self.may_read.is_set()
         assert self.is_over or not is_late, "a request goes on after its deadline"
 
-    def _take_token(self, sample: int, chunk: pb.GenerateChunk) -> None:
+    def _take_token(self, sample: int, token_id: int, logprobs: pb.TokenLogprobs | None) -> None:
         text, position = self.reference.texts[sample], len(self.tokens[sample])
         assert position < len(text), f"a token more than the whole text of sample {sample}"
         expected = text[position]
-        assert list(chunk.token_ids) == [expected.token_id], f"sample {sample}, position {position}: a wrong token"
-        if expected.logprobs is not None:
-            _check_logprobs(chunk.logprobs[0], expected.logprobs)
+        assert token_id == expected.token_id, f"sample {sample}, position {position}: a wrong token"
+        if expected.logprobs is not None and logprobs is not None:
+            _check_logprobs(logprobs, expected.logprobs)
         if self._options.prompt_logprobs is not None:
             assert self._num_scored == len(self.reference.prompt_ids), "a token before the prompt's logprobs"
         self.tokens[sample].append(expected.token_id)

@@ -16,6 +16,7 @@ from router.config import RouterConfig
 from router.join import ClusterServicer
 from router.membership import Membership
 from router.metrics import Outcome, RouterMetrics
+from router.pacing import Pacer
 from router.server import InferenceServicer
 from router.serving import Serving
 from router.validation import RequestValidator
@@ -61,7 +62,8 @@ class CountedOutcomes(RouterMetrics):
 
 
 class Cluster:
-    def __init__(self, config: RouterConfig = PLENTY) -> None:
+    def __init__(self, config: RouterConfig = PLENTY, pause_s: float = 0.0) -> None:
+        """`pause_s`: how long tokens wait for others, as they do on a router that has too much to do."""
         # Log records cost more than all else here.
         self._log_config = structlog.get_config()
         structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
@@ -74,8 +76,10 @@ class Cluster:
         self.config = config
         self._commands = Commands(self.clients, self.workers)
         self.metrics = CountedOutcomes()
+        pacer = Pacer()
+        pacer.pause_s = pause_s
         self.membership = Membership(config, MODEL.name, MODEL.revision)
-        self.dispatcher = WatchedDispatcher(config, self.membership, self.metrics)
+        self.dispatcher = WatchedDispatcher(config, self.membership, self.metrics, pacer)
         self._validator = RequestValidator(MODEL, ByteTokenizer(), self.membership.limits)
         serving = Serving(
             detokenizer=PieceDetokenizer([bytes([65 + token]) for token in range(VOCAB_SIZE)]),

@@ -45,9 +45,10 @@ class Attempts(RuleBasedStateMachine):
         num_prefill=st.integers(1, 2),
         num_decode=st.integers(1, 2),
         first=st.lists(requests, max_size=3),
+        pause_s=st.sampled_from([0.0, 0.0, 0.05]),
     )
-    def start(self, is_scarce: bool, num_prefill: int, num_decode: int, first: list[Any]) -> None:
-        self.cluster = Cluster(SCARCE if is_scarce else PLENTY)
+    def start(self, is_scarce: bool, num_prefill: int, num_decode: int, first: list[Any], pause_s: float) -> None:
+        self.cluster = Cluster(SCARCE if is_scarce else PLENTY, pause_s)
         for role, count in ((pb.ROLE_PREFILL, num_prefill), (pb.ROLE_DECODE, num_decode)):
             for _ in range(count):
                 self.cluster.add_worker(role)
