@@ -315,20 +315,23 @@ async def _open(streams: Streams, count: int, words: Words) -> None:
 async def _saturate(
     router: _Router, decodes: Sequence[FakeDecode], meter: Meter, num_streams: int, seconds: float
 ) -> _Interval:
-    """Steps as fast as their tokens arrive, with so many on their way that the router never waits."""
+    """Steps as fast as their tokens arrive, with so many on their way that the router never waits; however slow it is,
+    for a token of each stream."""
     window = max(_LEAST_WINDOW, _WINDOW * num_streams)
     offset = _num_sent(decodes) - meter.num_tokens
     turns = itertools.cycle(decodes)
 
     async def feed(until: float) -> None:
-        while time.perf_counter() < until and meter.error is None:
+        enough = meter.num_tokens + num_streams
+        while (time.perf_counter() < until or meter.num_tokens < enough) and meter.error is None:
             while _num_sent(decodes) - meter.num_tokens - offset < window:
                 next(turns).step(meter.next_word())
             await asyncio.sleep(0)
 
-    await feed(time.perf_counter() + seconds / 4)
-    async with _observed(router, meter) as intervals:
-        await feed(time.perf_counter() + seconds)
+    async with asyncio.timeout(_READY_S + 2 * seconds):
+        await feed(time.perf_counter() + seconds / 4)
+        async with _observed(router, meter) as intervals:
+            await feed(time.perf_counter() + seconds)
     return intervals[0]
 
 
