@@ -40,6 +40,8 @@ EDGES = ("grpc", "sse")
 _SEQS_PER_WORKER = 256
 _PROMPT_TOKENS = 16
 _OPENING_AT_ONCE = 128
+# So many that what one of them costs can be told from what the process did besides.
+_MANY = 256
 # Tokens that may be on their way when the router is to have enough to do, and of each stream.
 _LEAST_WINDOW, _WINDOW = 64, 2
 _READY_S = 60.0
@@ -87,9 +89,10 @@ class RouterRow:
     half_load_tokens_per_chunk: float
     latency_ms_p50: float
     latency_ms_p99: float
-    opening_cpu_ms_per_stream: float
+    opening_cpu_ms_per_stream: float | None
     memory_mib: float
-    memory_kib_per_stream: float
+    memory_kib_per_stream: float | None
+    "Beyond the first stream; None where there are too few to tell."
 
 
 def run_router_bench(settings: RouterSettings, say: Say) -> tuple[Report, list[RouterRow]]:
@@ -133,8 +136,9 @@ async def _measure(model: Path, edge: str, num_streams: int, seconds: float) -> 
             else:
                 streams = SseStreams(LOOPBACK, router.http_port, meter)
             try:
-                idle_memory, idle_cpu = router.memory_mib(), router.cpu_s()
-                await _open(streams, num_streams, words)
+                await _open(streams, range(1), words)
+                one_memory, one_cpu = router.memory_mib(), router.cpu_s()
+                await _open(streams, range(1, num_streams), words)
                 opened_cpu = router.cpu_s()
                 full = await _saturate(router, decodes, meter, num_streams, seconds)
                 memory = router.memory_mib()
@@ -143,6 +147,7 @@ async def _measure(model: Path, edge: str, num_streams: int, seconds: float) -> 
             finally:
                 await streams.close()
     ordered = sorted(meter.latencies)
+    has_many = num_streams >= _MANY
     return RouterRow(
         edge=edge,
         streams=num_streams,
@@ -155,9 +160,9 @@ async def _measure(model: Path, edge: str, num_streams: int, seconds: float) -> 
         half_load_tokens_per_chunk=half.tokens_per_chunk,
         latency_ms_p50=1e3 * statistics.median(ordered),
         latency_ms_p99=1e3 * ordered[int(0.99 * (len(ordered) - 1))],
-        opening_cpu_ms_per_stream=1e3 * (opened_cpu - idle_cpu) / num_streams,
+        opening_cpu_ms_per_stream=1e3 * (opened_cpu - one_cpu) / num_streams if has_many else None,
         memory_mib=memory,
-        memory_kib_per_stream=1024 * (memory - idle_memory) / num_streams,
+        memory_kib_per_stream=1024 * (memory - one_memory) / num_streams if has_many else None,
     )
 
 
@@ -301,7 +306,7 @@ async def _observed(router: _Router, meter: Meter) -> AsyncIterator[list[_Interv
     intervals.append(_Interval(seconds, cpu_s, meter.num_tokens - tokens, meter.num_chunks - chunks))
 
 
-async def _open(streams: Streams, count: int, words: Words) -> None:
+async def _open(streams: Streams, numbers: Sequence[int], words: Words) -> None:
     limit = asyncio.Semaphore(_OPENING_AT_ONCE)
 
     async def open_one(number: int) -> None:
@@ -309,7 +314,7 @@ async def _open(streams: Streams, count: int, words: Words) -> None:
         async with limit:
             await streams.open(prompt)
 
-    await asyncio.gather(*(open_one(number) for number in range(count)))
+    await asyncio.gather(*(open_one(number) for number in numbers))
 
 
 async def _saturate(

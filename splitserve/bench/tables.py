@@ -61,7 +61,7 @@ def router_table(rows: Sequence[RouterRow]) -> Table:
     table = _table("one router process: as fast as it can, then at half that rate")
     for heading in (
         *("case", "tokens/s", "of a core", "cpu us/token", "tokens/chunk"),
-        *("half: cpu us/token", "tokens/chunk", "p50 ms", "p99 ms", "MiB", "KiB/stream"),
+        *("half: cpu us/token", "tokens/chunk", "p50 ms", "p99 ms", "MiB", "KiB/stream", "opening: cpu ms"),
     ):
         _column(table, heading)
     for row in rows:
@@ -70,7 +70,11 @@ def router_table(rows: Sequence[RouterRow]) -> Table:
             *(f"{row.tokens_per_s:.0f}", f"{row.core_share:.2f}", f"{row.cpu_us_per_token:.0f}"),
             *(f"{row.tokens_per_chunk:.2f}", f"{row.half_load_cpu_us_per_token:.0f}"),
             *(f"{row.half_load_tokens_per_chunk:.2f}", f"{row.latency_ms_p50:.1f}", f"{row.latency_ms_p99:.1f}"),
-            *(f"{row.memory_mib:.0f}", f"{row.memory_kib_per_stream:.1f}"),
+            f"{row.memory_mib:.0f}",
+            *(
+                "" if cost is None else f"{cost:.1f}"
+                for cost in (row.memory_kib_per_stream, row.opening_cpu_ms_per_stream)
+            ),
         )
     return table
 
