@@ -92,6 +92,7 @@ class Router:
             running=self._membership.num_running,
             waiting=lambda: len(self._dispatcher.queue),
             kv_cache_usage=self._membership.kv_cache_usage,
+            token_pause=lambda: self._pacer.pause_s,
         )
         self._membership.on_change(self._tell_readiness)
 

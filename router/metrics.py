@@ -100,13 +100,21 @@ class RouterMetrics:
         self._stages[stage].observe(seconds)
 
     def watch_load(
-        self, *, running: Callable[[], float], waiting: Callable[[], float], kv_cache_usage: Callable[[], float]
+        self,
+        *,
+        running: Callable[[], float],
+        waiting: Callable[[], float],
+        kv_cache_usage: Callable[[], float],
+        token_pause: Callable[[], float],
     ) -> None:
         """Reads these at every scrape: a gauge that is never written cannot drift from the truth."""
         self._gauge(
             "num_requests_running", "Requests that have workers; one whose samples go on apart counts for each part."
         ).set_function(running)
         self._gauge("num_requests_waiting", "Requests, or parts of them, in the router's queue.").set_function(waiting)
+        self._gauge(
+            "token_pause_seconds", "How long tokens wait for others to share a chunk; above 0 under overload."
+        ).set_function(token_pause)
         self._gauge(
             "kv_cache_usage_perc", "Share of all workers' KV blocks in use or reserved; 1 is full."
         ).set_function(kv_cache_usage)

@@ -98,7 +98,12 @@ async def test_every_documented_metric_is_on_the_page() -> None:
     state = State()
     metrics = RouterMetrics(state.registry, "tiny")
     load = {"running": 3.0, "waiting": 2.0}
-    metrics.watch_load(running=lambda: load["running"], waiting=lambda: load["waiting"], kv_cache_usage=lambda: 0.25)
+    metrics.watch_load(
+        running=lambda: load["running"],
+        waiting=lambda: load["waiting"],
+        kv_cache_usage=lambda: 0.25,
+        token_pause=lambda: 0.125,
+    )
     metrics.count_attempt("first")
     metrics.observe_stage(Stage.HANDOFF, 0.01)
     record = metrics.begin()

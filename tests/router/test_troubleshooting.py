@@ -26,7 +26,7 @@ def test_flag_does_not_exist() -> None:
 def test_metric_does_not_exist() -> None:
     registry = CollectorRegistry()
     metrics = RouterMetrics(registry, "tiny")
-    metrics.watch_load(running=lambda: 0.0, waiting=lambda: 0.0, kv_cache_usage=lambda: 0.0)
+    metrics.watch_load(running=lambda: 0.0, waiting=lambda: 0.0, kv_cache_usage=lambda: 0.0, token_pause=lambda: 0.0)
     known = {metric.name for metric in registry.collect()}
     known |= set(re.findall(r'"(splitserve_[a-z_]+)"', Path(worker_metrics.__file__).read_text()))
     named = {name.removesuffix("_total") for name in re.findall(r"`(splitserve_[a-z_]+)", TEXT)}
