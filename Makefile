@@ -4,7 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: serve test test-e2e test-faults check proto wheel clean
+LITELLM := .venv-litellm
+
+.PHONY: serve test test-e2e test-faults test-litellm check proto wheel clean
 
 # Runs a router, one prefill worker and one decode worker on this machine until Ctrl-C.
 serve: $(STAMP)
@@ -25,6 +27,11 @@ test-e2e: $(STAMP)
 # The whole fault matrix, many times.
 test-faults: $(STAMP)
 	$(BIN)/python -m pytest -m faults
+
+# litellm, as a library and as a proxy, in front of a cluster. It has an environment of its own; once that is made,
+# 'make test' runs these tests too.
+test-litellm: $(STAMP) $(LITELLM)/.installed
+	$(BIN)/python -m pytest tests/cluster/clients/test_litellm.py
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -49,5 +56,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[serve,dev]'
 	touch $(STAMP)
 
+$(LITELLM)/.installed: tests/cluster/clients/litellm.txt
+	$(PYTHON) -m venv --clear $(LITELLM)
+	$(LITELLM)/bin/python -m pip install --quiet --only-binary :all: --requirement tests/cluster/clients/litellm.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) dist build
+	rm -rf $(VENV) $(LITELLM) dist build

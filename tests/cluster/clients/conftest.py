@@ -40,6 +40,6 @@ def tokenizer(tiny: Callable[[str], Path]) -> Tokenizer:
     return Tokenizer.load(tiny("llama"))
 
 
-def client_of(url: str) -> OpenAI:
+def client_of(url: str, key: str = "none") -> OpenAI:
     """It does not try again: a test is to see what came first."""
-    return OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+    return OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=60)
