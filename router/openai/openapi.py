@@ -11,6 +11,8 @@ from router.openai import replies
 
 _REFERENCE = "#/components/schemas/{name}"
 
+_EVENTS = "Chunks and then [DONE], or an error in place of the rest."
+
 Responses = dict[int | str, dict[str, Any]]
 
 
@@ -18,7 +20,7 @@ def reply_of(whole: type[msgspec.Struct], event: type[msgspec.Struct] | None = N
     """A route's `responses`: its reply, the events where it can stream, and the shape of every error."""
     content = {"application/json": {"schema": _schema(whole)}}
     if event is not None:
-        content["text/event-stream"] = {"schema": _schema(event)}
+        content["text/event-stream"] = {"schema": _event(event)}
     refused: Responses = {
         status: _error(description)
         for status, description in {
@@ -52,6 +54,14 @@ def document(app: FastAPI) -> Callable[[], dict[str, Any]]:
 
 def _schema(reply: type[msgspec.Struct]) -> dict[str, str]:
     return {"$ref": _REFERENCE.format(name=reply.__name__)}
+
+
+def _event(chunk: type[msgspec.Struct]) -> dict[str, Any]:
+    """One event of a stream, which is how the schema of such a body is read."""
+    json = {"type": "string", "contentMediaType": "application/json"}
+    said = [{**json, "contentSchema": _schema(each)} for each in (chunk, replies.ErrorReply)]
+    data = {"anyOf": [*said, {"const": "[DONE]"}]}
+    return {"type": "object", "properties": {"data": data}, "required": ["data"], "description": _EVENTS}
 
 
 def _error(description: str) -> dict[str, Any]:

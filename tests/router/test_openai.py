@@ -149,8 +149,14 @@ async def test_one_of_several_prompts_is_refused_alone() -> None:
 
 
 async def test_prompts_that_fall_with_another_one_count_as_left_by_the_client() -> None:
+    all_begun, begun = asyncio.Event(), []
+
     def script(request: GenerationRequest) -> list[Step]:
-        return [*tokens("ab", None), Unavailable("gone") if request.prompt_ids == (98,) else Wait()]
+        begun.append(request)
+        if len(begun) == 3:
+            all_begun.set()
+        falls = request.prompt_ids == (98,)
+        return [*tokens("ab", None), *([Wait(all_begun), Unavailable("gone")] if falls else [Wait()])]
 
     edge = Edge(FakeDispatcher(script))
     async with http(edge) as client:
