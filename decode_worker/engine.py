@@ -2,8 +2,15 @@
 
 import sys
 
-from decode_worker.flow import DecodeEngine
-from splitserve.worker.engine_process import run_engine
+from splitserve.service.startup import uncollected_imports
+
+
+def main() -> int:
+    with uncollected_imports():
+        from decode_worker.flow import DecodeEngine
+        from splitserve.worker.engine_process import run_engine
+    return run_engine(DecodeEngine, "decode")
+
 
 if __name__ == "__main__":
-    sys.exit(run_engine(DecodeEngine, "decode"))
+    sys.exit(main())

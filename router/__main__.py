@@ -56,6 +56,8 @@ class Router:
 
     def __init__(self, config: RouterConfig, model: ModelDescription, tokenizer: Tokenizer) -> None:
         self._config = config
+        self._tokenizer = tokenizer
+        self._chat_preparation: asyncio.Future[None] | None = None
         self._registry = new_registry()
         metrics = RouterMetrics(self._registry, model.name)
         self._membership = Membership(config, model.name, model.revision)
@@ -98,6 +100,10 @@ class Router:
 
     def _tell_readiness(self) -> None:
         self._public.set_ready(self._dispatcher.is_ready)
+        if self._dispatcher.is_ready and self._chat_preparation is None:
+            # Not before: it would take the processor from workers that start beside this router.
+            loop = asyncio.get_running_loop()
+            self._chat_preparation = loop.run_in_executor(None, self._tokenizer.prepare_chat)
 
     async def run(self, stop: StopRequest) -> int:
         config = self._config

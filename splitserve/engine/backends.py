@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from splitserve.engine.attention import AttentionBackend
-from splitserve.engine.cpu_attention import choose_attention
+from splitserve.engine.cpu_attention import CpuAttention, choose_attention
 from splitserve.engine.fusing import Fusion, fuse_layers
 from splitserve.engine.kernels.compiled import Progress
 from splitserve.engine.linear import LinearBackend, choose_linear
@@ -22,6 +22,11 @@ class Backends:
     attention: AttentionBackend
     linear: LinearBackend
     linear_reason: str = ""
+
+    def load_kernels(self, dtype: str) -> None:
+        """Those for models of another dtype than the one that the back ends were chosen for."""
+        if isinstance(self.attention, CpuAttention):
+            self.attention.prepare(dtype)
 
     def prepare(self, model: Any, dtype: str) -> Fusion:
         """Makes `model` ready for forwards in `dtype`, in place. ValueError for a model without linear layers."""

@@ -94,12 +94,11 @@ class CpuAttention:
 def choose_attention(
     device: str, dtype: str, kernel_folder: Path | None, progress: Progress
 ) -> CpuAttention | TorchAttention:
-    """The fastest back end for `device`, ready to run a model of `dtype` and the self-test, which is in float32."""
+    """The fastest back end for `device`, ready to run a model of `dtype`."""
     if torch.device(device).type != "cpu":
         return TorchAttention()
     attention = CpuAttention(kernel_folder, progress)
-    for each in sorted({"float32", dtype}):
-        attention.prepare(each)
+    attention.prepare(dtype)
     return attention
 
 

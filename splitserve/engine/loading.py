@@ -27,6 +27,8 @@ from splitserve.engine.trust import SAFE, Trust
 # rows more.
 _MIN_ROWS = (1, 2, 16)
 
+_COPY_DTYPE = "float32"  # of the random copy that a new model is tried with first
+
 
 def resolve_dtype(dtype: str, device: str) -> str:
     """ "auto" is bfloat16 where the device multiplies it in hardware, else float32. ValueError for an unknown name."""
@@ -102,6 +104,8 @@ def load_runner(
     register_paged_attention()
     known = results.recall()
     if known is None:
+        with times.part("kernels"):
+            backends.load_kernels(_COPY_DTYPE)
         progress(f"checking that {config.model_type} runs on paged attention")
         with times.part("self-test"):
             _require_servable(maker, config, trust)
@@ -143,8 +147,8 @@ def _num_blocks(layout: KVLayout, kv_cache_bytes: int) -> int:
 
 def _require_servable(maker: _RunnerMaker, config: Any, trust: Trust) -> None:
     copy = random_copy(config, trust, vocab_size=selftest.COPY_VOCAB_SIZE, window=selftest.WINDOW).to(maker.device)
-    maker.backends.prepare(copy, "float32")
-    layout = replace(maker.layout, num_layers=copy.config.num_hidden_layers, dtype="float32")
+    maker.backends.prepare(copy, _COPY_DTYPE)
+    layout = replace(maker.layout, num_layers=copy.config.num_hidden_layers, dtype=_COPY_DTYPE)
     selftest.require_equal_to_eager(replace(maker, layout=layout).make_for_test(copy), "a random copy of two layers")
 
 

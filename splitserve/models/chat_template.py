@@ -4,12 +4,12 @@ Called by `splitserve.models.tokenizer`.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from splitserve.models.description import read_json
 from splitserve.service.errors import InvalidRequest
@@ -35,11 +35,20 @@ class ChatTemplate:
         )
         return cls(source, special_tokens(directory))
 
+    def prepare(self) -> None:
+        """Does what the first `render` would take longer for than the others."""
+        if self.source is not None:
+            with suppress(InvalidRequest):  # a template may refuse these messages and take others
+                self.render([{"role": "user", "content": "Hello"}])
+
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The prompt text, with the opening of the assistant's answer. Raises `InvalidRequest` (field `messages`)."""
         if self.source is None:
             raise _invalid("this model has no chat template: send the prompt as text", "NO_CHAT_TEMPLATE")
         check_messages(messages)
+        # Takes as long as half of a router's start, which needs none of it.
+        from transformers.utils.chat_template_utils import render_jinja_template
+
         try:
             rendered, _ = render_jinja_template(
                 conversations=[[dict(message) for message in messages]],

@@ -48,6 +48,10 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._chat_template.source is not None
 
+    def prepare_chat(self) -> None:
+        """Spares the first conversation the time that it would take longer than the others; not for an event loop."""
+        self._chat_template.prepare()
+
     def encode(self, text: str) -> list[int]:
         """The ids of a plain text, with the special tokens that the tokenizer itself puts around a text, once.
 

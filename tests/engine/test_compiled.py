@@ -3,11 +3,13 @@
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from filelock import FileLock
 
 from splitserve.engine.kernels import attention, compiled
 
@@ -57,6 +59,15 @@ def test_second_start_compiles_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert _start(tmp_path / "kernels", monkeypatch) == []
     assert _start(tmp_path / "kernels", monkeypatch, "bfloat16") == [ONCE]
     assert _start(tmp_path / "kernels", monkeypatch) == []
+
+
+def test_start_waits_for_others_though_nothing_is_to_be_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _start(tmp_path, monkeypatch)
+    (folder,) = tmp_path.iterdir()
+    with ThreadPoolExecutor() as threads, FileLock(folder / ".lock"):
+        assert threads.submit(_start, tmp_path, monkeypatch).result(timeout=60) == []
 
 
 def test_missing_folder_prevents_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

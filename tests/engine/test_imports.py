@@ -7,7 +7,7 @@ import sys
 LEAN = """
 import sys, torch
 is_available = torch.distributed.is_available
-import decode_worker.engine, prefill_worker.engine
+import decode_worker.flow, prefill_worker.flow, splitserve.worker.engine_process
 for name in ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp"):
     assert name not in sys.modules, f"{name} is imported at start"
 assert torch.distributed.is_available is is_available

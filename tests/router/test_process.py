@@ -1,5 +1,7 @@
-"""How the router's process could fail to start on settings that are right. Each test runs `python -m router`."""
+"""How the router's process could fail to start on settings that are right, or hold up others by what it
+does at its start."""
 
+import asyncio
 import json
 import signal
 import socket
@@ -12,6 +14,11 @@ from typing import Any
 
 import pytest
 
+from router.__main__ import Router
+from router.config import RouterConfig
+from router.dispatcher import ClusterDispatcher
+from splitserve.models.tokenizer import Tokenizer
+from tests.router.fakes import model_description
 from tests.tiny_models import add_tokenizer
 
 CONFIG = {
@@ -85,3 +92,41 @@ def test_a_router_without_streams_waited_for_its_drain_to_pass(pickled: Path, en
     """Nothing is to be waited for: it ends at once, or this test runs into its own time limit."""
     with router(pickled, "--drain-timeout", "1000s", ending=ending) as listening:
         assert listening["grpc"] > 0
+
+
+def test_workers_wait_for_what_only_conversations_need(pickled: Path) -> None:
+    """They start beside the router, on the same cores: what it imports is taken from them."""
+    program = f"""
+import sys
+from pathlib import Path
+import router.__main__
+tokenizer = router.__main__.Tokenizer.load(Path({str(pickled)!r}))
+assert not {{"torch", "transformers"}} & sys.modules.keys()
+tokenizer.prepare_chat()
+assert "transformers" in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+async def test_first_conversation_waits_for_what_is_not_prepared(
+    pickled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is prepared once, as soon as the cluster is ready."""
+    prepared = asyncio.Event()
+    num_prepared, loop = 0, asyncio.get_running_loop()
+
+    def prepare_chat(_: Tokenizer) -> None:
+        nonlocal num_prepared
+        num_prepared += 1
+        loop.call_soon_threadsafe(prepared.set)
+
+    monkeypatch.setattr(Tokenizer, "prepare_chat", prepare_chat)
+    router = Router(RouterConfig(), model_description(), Tokenizer.load(pickled))
+    router._tell_readiness()
+    assert router._chat_preparation is None
+    monkeypatch.setattr(ClusterDispatcher, "is_ready", True)
+    for _ in range(2):
+        router._tell_readiness()
+        await prepared.wait()
+    assert num_prepared == 1

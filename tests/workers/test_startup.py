@@ -1,5 +1,7 @@
-"""What a worker says of its start: the parts, which make it up, and the memory; in its log and in its metrics."""
+"""What a worker says of its start: the parts, which make it up, and the memory; in its log and in its metrics. And what
+would make it longer than it has to be."""
 
+import gc
 import io
 import os
 import re
@@ -13,7 +15,7 @@ import pytest
 import structlog
 
 from splitserve.service.logging import configure_logging
-from splitserve.service.startup import find_startup_line, startup_line
+from splitserve.service.startup import find_startup_line, startup_line, uncollected_imports
 
 PARTS = {"front", "imports", "config", "weights", "packing", "self-test"}
 
@@ -76,3 +78,24 @@ def test_line_is_lost_in_the_log(as_json: bool) -> None:
         configure_logging("tests")
     assert find_startup_line(["an earlier one", *stream.getvalue().splitlines(), "stopping"]) == line
     assert find_startup_line(["started by hand", ""]) is None
+
+
+def test_front_imports_what_only_engines_and_routers_need() -> None:
+    program = """
+import sys
+import decode_worker.__main__, prefill_worker.__main__
+assert not {"torch", "transformers", "numpy", "numba", "zmq", "fastapi"} & sys.modules.keys()
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_collector_looks_at_what_was_imported_or_stays_off() -> None:
+    num_frozen = gc.get_freeze_count()
+    try:
+        with uncollected_imports():
+            assert not gc.isenabled()
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > num_frozen
+    finally:
+        gc.unfreeze()

@@ -1,14 +1,14 @@
 """The kernels as machine code: compiled once per processor and version, then read from a cache folder.
 
 Called by `cpu_attention` before the first forward, so that nothing compiles during a request. The folder is shared by
-all processes of a user; a lock lets one compile while the others wait for what it makes. What is compiled stays for the
-life of the process, which is the only state here.
+all processes of a user; a lock lets one compile while the others wait for what it makes, and what is all there is read
+without it. What is compiled stays for the life of the process, which is the only state here.
 """
 
 import platform
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from hashlib import sha256
 from inspect import signature
@@ -76,6 +76,9 @@ def _load(dtype: str, folder: Path | None, progress: Progress) -> Kernels:
 
 def _load_cached(dtype: str, folder: Path, progress: Progress) -> Kernels:
     folder.mkdir(parents=True, exist_ok=True)
+    # Workers start side by side: none shall wait for the others to read. What one cannot read, it makes under the lock.
+    with suppress(Exception), _numba_cache(folder), install_listener("numba:compile", _Refusal()):
+        return _compile(dtype, is_cached=True)
     with FileLock(folder / ".lock"), _numba_cache(folder), install_listener("numba:compile", _Announcement(progress)):
         try:
             return _compile(dtype, is_cached=True)
@@ -88,6 +91,16 @@ def _load_cached(dtype: str, folder: Path, progress: Progress) -> Kernels:
             for path in folder.glob("*/"):
                 shutil.rmtree(path)
             return _compile(dtype, is_cached=True)
+
+
+class _Refusal(Listener):
+    """Lets nothing be compiled, only read."""
+
+    def on_start(self, event: Any) -> None:
+        raise LookupError("not compiled yet")
+
+    def on_end(self, event: Any) -> None:
+        """Never comes to this."""
 
 
 class _Announcement(Listener):
