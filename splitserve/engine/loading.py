@@ -13,7 +13,7 @@ import torch
 from splitserve.engine import selftest, support
 from splitserve.engine.attention import AttentionBackend, register_paged_attention
 from splitserve.engine.backends import Backends, choose_backends
-from splitserve.engine.checkpoint import load_weights, random_copy, read_config
+from splitserve.engine.checkpoint import have_same_tensors, load_by_name, load_weights, random_copy, read_config
 from splitserve.engine.layout import KVLayout
 from splitserve.engine.linear import LinearBackend
 from splitserve.engine.pool import DTYPES, KVPool
@@ -111,12 +111,12 @@ def load_runner(
             _require_servable(maker, config, trust)
     progress(f"loading weights as {dtype}")
     with times.part("weights"):
-        model = load_weights(directory, config, dtype, device, trust)
+        model, loads_by_name = _load_model(directory, config, dtype, device, trust, known)
     with times.part("packing"):
         layers = backends.prepare(model, dtype)
     progress(f"layers: {layers}")
     with times.part("self-test"):
-        result = _test(maker, model, known, progress)
+        result = replace(_test(maker, model, known, progress), loads_by_name=loads_by_name)
         results.remember(result)
     if result.inexact_reason:
         progress(f"recomputation is not exact: {result.inexact_reason}")
@@ -143,6 +143,19 @@ def _num_blocks(layout: KVLayout, kv_cache_bytes: int) -> int:
     if num_blocks < 1:
         raise ValueError(f"{kv_cache_bytes} bytes of KV cache hold no block of {layout.block_nbytes} bytes")
     return num_blocks
+
+
+def _load_model(
+    directory: Path, config: Any, dtype: str, device: str, trust: Trust, known: SelfTestResult | None
+) -> tuple[Any, bool]:
+    """The model, and whether `load_by_name` gives the same one: found out once, because that is the faster way."""
+    by_name = None
+    if torch.device(device).type == "cpu" and (known is None or known.loads_by_name):
+        by_name = load_by_name(directory, config, dtype, trust)
+    if by_name is not None and known is not None:
+        return by_name, True
+    model = load_weights(directory, config, dtype, device, trust)
+    return model, by_name is not None and have_same_tensors(model, by_name)
 
 
 def _require_servable(maker: _RunnerMaker, config: Any, trust: Trust) -> None:

@@ -26,11 +26,13 @@ _SETTINGS = ("ATEN_", "CUBLAS_", "DNNL_", "KMP_", "MKL_", "NUMBA_", "NVIDIA_", "
 class SelfTestResult:
     """`numerics` names how this process rounds: a hash of fixed logits. `inexact_reason` says why a token's K, V and
     logits may be other bits alone, in a batch and in chunks; it is empty where they are the same as long as no forward
-    has fewer rows than `min_rows`."""
+    has fewer rows than `min_rows`. `loads_by_name` says that transformers did nothing to the weights but put them into
+    their places."""
 
     min_rows: int
     numerics: str
     inexact_reason: str
+    loads_by_name: bool = False
 
     @classmethod
     def untested(cls, min_rows: int) -> "SelfTestResult":

@@ -42,7 +42,8 @@ def test_second_start_compiles_or_repeats_the_self_test(tiny: Callable[[str], Pa
     assert first.count(COMPARING) == 2 - num_tested, first
     assert parts.keys() == {"prefill-0", "decode-0"}
     assert all(told >= {"front", "imports", "kernels"} for told in parts.values()), parts
-    assert sum("self-test" in told for told in parts.values()) == num_tested, parts
+    # Comparing is short, but not too short to be told on a busy machine.
+    assert sum("self-test" in told for told in parts.values()) >= num_tested, parts
 
     second, parts = start("second")
     for words in (*TESTING, *COMPILING):
