@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as LibraryTokenizer
-from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from splitserve.models.description import ModelDescription
 from splitserve.models.detokenizer import Detokenizer, WindowStream
 from splitserve.models.tokenizer import Tokenizer
 from tests.models.texts import TEXTS
+from tests.models.tiny_tokenizers import byte_fallback, metaspace
 
 VOCAB_SIZE = 49152
 # Random ids of the whole vocabulary seldom break characters; the single bytes are among the first few hundred.
@@ -75,17 +75,7 @@ def test_special_tokens_are_shown(default_tokenizer: Tokenizer) -> None:
 
 @pytest.fixture(scope="session")
 def byte_fallback_tokenizer() -> LibraryTokenizer:
-    """A Llama-2-like one: words marked with ▁, bytes for what the vocabulary lacks, one space taken off the front."""
-    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdeěй漢", "▁a", "▁▁"]
-    merges = [("▁", "a"), ("▁", "▁")]
-    tokenizer = LibraryTokenizer(
-        models.BPE({piece: index for index, piece in enumerate(pieces)}, merges, byte_fallback=True, unk_token="<unk>")
-    )
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return tokenizer
+    return byte_fallback()
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
@@ -121,12 +111,7 @@ def test_a_broken_byte_takes_back_a_character_already_shown(byte_fallback_tokeni
 
 @pytest.fixture(scope="session")
 def metaspace_tokenizer() -> LibraryTokenizer:
-    pieces = ["<unk>", "▁", *"abcdefgh", "▁a", "ab", "▁ab", "\ufffd"]
-    merges = [("▁", "a"), ("a", "b"), ("▁a", "b")]
-    tokenizer = LibraryTokenizer(models.BPE({p: i for i, p in enumerate(pieces)}, merges, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-    tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
-    return tokenizer
+    return metaspace()
 
 
 @given(text=st.text(alphabet="abcdefgh \ufffd", max_size=40))
