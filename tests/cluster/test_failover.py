@@ -42,6 +42,11 @@ def renewals(cluster: Cluster) -> float:
     return cluster.metric("splitserve_ticket_renewals_total")
 
 
+def num_handed_over(cluster: Cluster) -> float:
+    """How often a ticket has left the router for a prefill worker: until then a reservation may still be on its way."""
+    return cluster.metric("splitserve_request_queue_time_seconds_count")
+
+
 def busy(cluster: Cluster, role: str) -> Process:
     """The one worker of this role that has an attempt."""
     worker_id = wait_for("a busy worker", lambda: [w["id"] for w in cluster.workers_of(role) if w["attempts"]])[0]
@@ -124,13 +129,14 @@ def test_killed_prefill_worker_is_waited_for(two_by_three: Cluster, tiny: Tiny) 
 
 def test_killed_prefill_worker_costs_the_reservation(two_by_three: Cluster, tiny: Tiny) -> None:
     """It dies with the prompt in its hands: the other one gets the ticket that decode gives out anew."""
-    prompt, before = prompt_of(60, seed=5), renewals(two_by_three)
+    prompt, before, tickets = prompt_of(60, seed=5), renewals(two_by_three), num_handed_over(two_by_three)
     engines = {process.pid: process.engine_pid() for process in two_by_three.of_role("prefill")}
     for pid in engines.values():
         os.kill(pid, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:
         options = {"max_tokens": 20, "temperature": 0.0, "ignore_eos": True}
         running = pool.submit(lambda: two_by_three.client.generate(prompt, **options))
+        wait_for("the ticket to be handed over", lambda: num_handed_over(two_by_three) > tickets)
         victim = busy(two_by_three, "prefill")
         victim.kill()
         engines.pop(victim.pid)

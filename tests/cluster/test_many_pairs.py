@@ -38,11 +38,9 @@ def test_wrong_link_is_used(tiny: Callable[[str], Path]) -> None:
                 cluster.add(role)
             outputs = [answer.result() for answer in answers]
         assert outputs == [greedy(directory, prompt_of(10 + i % 60, i), MAX_TOKENS) for i in range(REQUESTS)]
-        wait_for("the replacements", lambda: len(cluster.state()["workers"]) == 6)
+        cluster.wait_ready(6)
         cluster.wait_drained()
         assert cluster.metric("splitserve_requests_total", outcome="length") == REQUESTS
         assert cluster.metric("splitserve_requests_total") == REQUESTS
-        for worker in cluster.workers_of("prefill"):
-            assert len([link for link in worker["links"].values() if link["reachable"]]) == 3
     finally:
         cluster.close()
