@@ -1,4 +1,8 @@
-"""What one process without paging, packing or hand-off generates: transformers in float32, greedy or seeded."""
+"""What one process without paging, packing or hand-off generates: transformers in float32, greedy or seeded.
+
+`follows` is for a text that is only to be compared: one forward over it gives the logits after each of its tokens, and
+it is the reference's text exactly where each of its tokens is what follows those before it.
+"""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -43,6 +47,18 @@ def logits(directory: Path, token_ids: Sequence[int]) -> torch.Tensor:
     """Float32 `[tokens, vocab]`: after each token, what the model makes of the next one."""
     found: torch.Tensor = _model(directory)(torch.tensor([list(token_ids)])).logits[0]
     return found
+
+
+def follows(
+    rows: torch.Tensor, prompt: Sequence[int], outputs: Sequence[int], params: SamplingParams, *, sample_index: int = 0
+) -> list[int | None]:
+    """What is chosen after the prompt and after each of `outputs` but the last, whose logits are `rows`."""
+    tokens = [*prompt, *outputs]
+    chosen = [
+        SampleRow(params, sample_index, number, TokenHistory(tokens[: len(prompt) + number], len(prompt)))
+        for number in range(len(outputs))
+    ]
+    return sample(rows, chosen, frozenset())
 
 
 def sampled(directory: Path, prompt: Sequence[int], params: SamplingParams, *, sample_index: int = 0) -> list[int]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from splitserve import Client
 from splitserve.client.types import Generation
+from tests.cluster.expected import Reference
 from tests.cluster.harness import PATIENCE_S, Cluster, Process, wait_for
 from tests.cluster.join_proxy import JoinProxy
 from tests.cluster.test_exact import BLOCK_NBYTES
@@ -60,7 +61,7 @@ class Running:
         self.ids: list[int] = []
         self._cluster = cluster
         self._client = self._connect()
-        self._options = {"ignore_eos": True, "max_tokens": MAX_TOKENS} | options
+        self.options = {"ignore_eos": True, "max_tokens": MAX_TOKENS} | options
         self._outcome: Generation | Exception | None = None
         self._stream: Any = None
         self._thread = threading.Thread(target=self._read, daemon=True)
@@ -71,7 +72,7 @@ class Running:
 
     def _read(self) -> None:
         try:
-            with self._client.stream(self.prompt, **self._options) as stream:
+            with self._client.stream(self.prompt, **self.options) as stream:
                 self._stream = stream
                 for chunk in stream:
                     self.ids += chunk.token_ids
@@ -121,7 +122,7 @@ class Unread(Running):
 
     def _read(self) -> None:
         self._before = self._num_tokens()
-        self._stream = self._client.stream(self.prompt, **self._options)
+        self._stream = self._client.stream(self.prompt, **self.options)
 
     def _num_tokens(self) -> float:
         return self._cluster.metric("splitserve_generation_tokens_total")
@@ -157,6 +158,7 @@ class FaultBench:
         # A prompt that leaves a decode worker less room than any victim needs.
         self.filling_tokens = (decode_blocks - 33) * 16 - 8
         self._runs: list[Running] = []
+        self.reference = Reference(model, flags.get("dtype", "float32"))
         self.proxy = JoinProxy()
         self.cluster = Cluster(
             model,

@@ -101,6 +101,6 @@ def damage(bench: FaultBench, kind: str, rule: dict[str, Any], prompt: list[int]
         bench.worker_of(victim, "prefill").set_plan({"kind": kind, "seconds": 0.3, "part": "blocks", **rule})
     answer = victim.result()
     bench.plan()
-    assert_exact(bench, victim, answer, options)
+    assert_exact(bench, victim, answer)
     assert answer.attempts == 1, "the ticket is renewed, the attempt goes on"
     bench.cluster.wait_drained()

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from splitserve.client.types import Generation, TokenLogprobs
+from splitserve.client.types import Generation
 from splitserve.service.errors import InvalidRequest
+from tests.cluster.expected import Reference
 from tests.cluster.harness import Cluster
 from tests.cluster.test_exact import prompt_of
 from tests.cluster.test_failover import busy
-from tests.reference import greedy, logits
+from tests.reference import greedy
 from tests.tiny_models import EOS_TOKEN_ID
 
 pytestmark = pytest.mark.cluster
@@ -57,22 +57,9 @@ def test_penalties_do_not_reach_decode(pair: Cluster) -> None:
 def test_client_gets_other_logprobs(pair: Cluster, tiny: Tiny) -> None:
     """C10: for every token of output and prompt, by the model's own logits, over several chunks of the prompt."""
     prompt = prompt_of(200)
-    answer = pair.client.generate(prompt, max_tokens=8, logprobs=3, prompt_logprobs=2, **GREEDY)
-    assert list(answer.token_ids) == greedy(tiny("llama"), prompt, 8)
-    rows = torch.log_softmax(logits(tiny("llama"), [*prompt, *answer.token_ids]), -1)
-    first, *rest = answer.prompt_logprobs
-    assert first == TokenLogprobs(prompt[0], None, {})
-    assert_entries(rest, prompt[1:], rows[: len(prompt) - 1], 2)
-    assert_entries(answer.logprobs, answer.token_ids, rows[len(prompt) - 1 : -1], 3)
-
-
-def assert_entries(entries: Any, token_ids: Any, rows: torch.Tensor, num_top: int) -> None:
-    assert [entry.token_id for entry in entries] == list(token_ids)
-    for entry, row in zip(entries, rows, strict=True):
-        assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=1e-4)
-        top = row.topk(num_top)
-        assert list(entry.top) == top.indices.tolist()
-        assert list(entry.top.values()) == pytest.approx(top.values.tolist(), abs=1e-4)
+    options = GREEDY | {"max_tokens": 8, "logprobs": 3, "prompt_logprobs": 2}
+    answer = pair.client.generate(prompt, **options)
+    Reference(tiny("llama")).check(prompt, answer, options)
 
 
 def test_logprobs_without_alternatives_or_without_being_asked_for(pair: Cluster) -> None:
@@ -83,7 +70,7 @@ def test_logprobs_without_alternatives_or_without_being_asked_for(pair: Cluster)
     assert (plain.logprobs, plain.prompt_logprobs) == ((), ())
 
 
-def test_failover_changes_what_is_chosen_or_told(two_by_three: Cluster) -> None:
+def test_failover_changes_what_is_chosen_or_told(two_by_three: Cluster, tiny: Tiny) -> None:
     """Decode dies on the way: the same tokens with the same logprobs, one entry each, and the prompt's only once."""
     options: dict[str, Any] = {
         "max_tokens": 120, "ignore_eos": True, "seed": 5, "temperature": 1.1, "top_p": 0.9, "repetition_penalty": 1.2,
@@ -102,6 +89,7 @@ def test_failover_changes_what_is_chosen_or_told(two_by_three: Cluster) -> None:
     assert answer.token_ids == undisturbed.token_ids
     assert answer.logprobs == undisturbed.logprobs
     assert answer.prompt_logprobs == undisturbed.prompt_logprobs
+    Reference(tiny("gemma2")).check(prompt, answer, options)
     assert (len(answer.logprobs), len(answer.prompt_logprobs)) == (120, 100)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.cluster.cells import PROMPT_TOKENS
+from tests.cluster.cells import PROMPT_TOKENS, assert_exact
 from tests.cluster.harness import wait_for
 from tests.cluster.stages import STAGES
 from tests.cluster.test_exact import prompt_of
@@ -34,7 +34,7 @@ def test_second_use_of_an_id_or_a_ticket_does_harm(routers: TwoRouters) -> None:
             for process, ignored in zip(processes, before, strict=True):
                 wait_for("a command to be ignored", lambda p=process, i=ignored: p.metric(IGNORED) == i + 1)
             twin = routers.run(other, **OPTIONS)
-            assert len(twin.result().token_ids) == len(twin.ids)
+            twin.wait()
         answer = victim.result()
         assert answer.attempts == 1
         thief.prefill.attempt_id = "late thief"
@@ -43,5 +43,5 @@ def test_second_use_of_an_id_or_a_ticket_does_harm(routers: TwoRouters) -> None:
         for process, ignored in zip(processes, before, strict=True):
             wait_for("a late command to be ignored", lambda p=process, i=ignored: p.metric(IGNORED) == i + 2)
         routers.cluster.wait_drained()
-        for running, ids in ((victim, answer.token_ids), (twin, twin.result().token_ids)):
-            assert routers.run(running.prompt, **OPTIONS).result().token_ids == ids
+        assert_exact(routers, victim, answer)
+        assert_exact(routers, twin, twin.result())
