@@ -512,20 +512,24 @@ async def test_client_that_leaves_is_served_to_the_end(is_stream: bool) -> None:
         assert edge.dispatcher.all_closed
 
 
-async def test_client_that_does_not_read_holds_up_the_router() -> None:
-    """C26: it is ended by the router's own limit, like any other, and its task with it."""
+async def test_client_that_does_not_read_holds_up_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C26: it is ended by the router's own limit, like any other, and its task with it, though it is still there and
+    could be told why."""
+    monkeypatch.setattr(exchange, "_LAST_WORD_S", exchange._LAST_WORD_S / 20)
     many = events([97] * 50_000, None)
     model = model_description(max_model_len=60_000)
     edge = Edge(FakeDispatcher(lambda _: list(many)), model, request_timeout_s=0.5)
-    async with http(edge):
+    async with http(edge, unread_timeout_s=600.0):
         before = len(asyncio.all_tasks())
         reader, writer = await asyncio.open_connection("127.0.0.1", edge.port, limit=1)
         writer.write(post(CHAT | {"stream": True, "request_id": "x" * 256}))
         await edge.settled()
         assert edge.outcomes() == {"deadline": 1}
         assert 0 < edge.dispatcher.generations[0].num_taken < 50_000
+        async with asyncio.timeout(30):
+            await until(lambda: len(asyncio.all_tasks()) <= before)
+        assert edge.dispatcher.all_closed
         writer.close()
-        await until(lambda: len(asyncio.all_tasks()) <= before)
         del reader
 
 
