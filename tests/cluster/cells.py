@@ -123,6 +123,9 @@ def _strike(bench: FaultBench, cell: Cell, prompt: list[int], options: dict[str,
 
 
 def assert_exact(bench: FaultBench, running: Running, answer: Generation) -> None:
-    """As if nothing had happened, and the client has seen just that."""
+    """As if nothing had happened, and the client has seen just that; also once more, from what caches have of it."""
     bench.reference.check(running.prompt, answer, running.options)
     assert running.ids == list(answer.token_ids), "what was streamed is what there is"
+    bench.make_ready()
+    again = bench.run(running.prompt, **running.options)
+    bench.reference.check(running.prompt, again.result(), running.options)
