@@ -30,6 +30,8 @@ ROUTER_FLAGS = {
     "heartbeat_timeout": f"{HEARTBEAT_TIMEOUT_S}s",
     "reserve_timeout": "2s",
     "drain_timeout": "60s",
+    # A request may be on both of two workers that are killed: here it never is the cause.
+    "max_deaths": 3,
 }
 _WORKER_FLAGS = {
     "transfer_timeout": f"{TRANSFER_TIMEOUT_S}s",

@@ -5,14 +5,12 @@ Beside the request that is disturbed runs another one, on other workers, which n
 
 import os
 import random
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.cluster.cells import PROMPT_TOKENS, Cell, assert_exact, run_cell
+from tests.cluster.cells import PROMPT_TOKENS, Cell, run_cell
 from tests.cluster.fault_bench import OPTIONS, FaultBench
+from tests.cluster.matrix.damages import DAMAGES, Damage, run_damage
 from tests.cluster.stages import STAGES
 from tests.cluster.test_exact import prompt_of
 
@@ -20,13 +18,6 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 ROUNDS = int(os.environ.get("FAULT_ROUNDS", "3"))
 SEED = int(os.environ.get("FAULT_SEED", str(random.SystemRandom().randrange(2**32))))
-
-
-@pytest.fixture(scope="module")
-def bench(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultBench]:
-    made = FaultBench(tiny("llama"), tmp_path_factory.mktemp("plans"))
-    yield made
-    made.close()
 
 
 # Kills are followed by others, so that the replacement starts meanwhile.
@@ -51,14 +42,6 @@ MORE_CELLS = [
     for target in ("decode", "prefill")
 ]
 IN_MAKE_TEST = {Cell("transferring", "prefill", "engine"), Cell("decoding", "decode", "front")}
-MESSAGES = [
-    {"message": "Open"},
-    {"message": "Blocks", "nth": 1},
-    {"message": "Blocks", "nth": 3},
-    {"message": "Finish"},
-    {"message": "Acked", "direction": "in"},
-]
-MESSAGE_FAULTS = ["drop", "duplicate", "delay", "corrupt"]
 
 
 @pytest.mark.parametrize(
@@ -76,31 +59,22 @@ def test_fault_in_a_stage_reaches_the_client(cell: Cell, bench: FaultBench) -> N
     run_cell(bench, cell, prompt_of(PROMPT_TOKENS, seed=number), OPTIONS[number % len(OPTIONS)])
 
 
+@pytest.mark.parametrize("damage", DAMAGES, ids=str)
+def test_damaged_message_reaches_the_client(damage: Damage, bench: FaultBench) -> None:
+    """C31, C32: what is lost, late, doubled or damaged on the way of the blocks, or of what is said of them."""
+    number = DAMAGES.index(damage)
+    run_damage(bench, damage, prompt_of(PROMPT_TOKENS, seed=500 + number), OPTIONS[number % len(OPTIONS)])
+
+
 @pytest.mark.faults
-@pytest.mark.parametrize("number", range(ROUNDS * len(CELLS)))
-def test_fault_in_a_stage_reaches_the_client_now_and_then(number: int, bench: FaultBench) -> None:
+@pytest.mark.parametrize("number", range(ROUNDS * (len(CELLS) + len(DAMAGES))))
+def test_fault_reaches_the_client_now_and_then(number: int, bench: FaultBench) -> None:
     """Any cell, prompt and options, again and again; FAULT_ROUNDS and FAULT_SEED say how often and from where."""
     chance = random.Random(f"{SEED}/{number}")
-    cell, options = chance.choice([*CELLS, *MORE_CELLS]), chance.choice(OPTIONS)
+    cell, options = chance.choice([*CELLS, *MORE_CELLS, *DAMAGES]), chance.choice(OPTIONS)
     print(f"FAULT_SEED={SEED} round {number}: {cell}, {options}")
-    run_cell(bench, cell, prompt_of(chance.randrange(PROMPT_TOKENS, 900), seed=chance.randrange(10**6)), options)
-
-
-@pytest.mark.parametrize("rule", MESSAGES, ids=lambda rule: f"{rule['message']}{rule.get('nth', '')}")
-@pytest.mark.parametrize("kind", MESSAGE_FAULTS)
-def test_damaged_message_reaches_the_client(kind: str, rule: dict[str, Any], bench: FaultBench) -> None:
-    """C31, C32: what is lost, late, doubled or damaged on the way of the blocks."""
-    number = MESSAGE_FAULTS.index(kind) * len(MESSAGES) + MESSAGES.index(rule)
-    with bench.balanced():
-        damage(bench, kind, rule, prompt_of(PROMPT_TOKENS, seed=500 + number), OPTIONS[number % len(OPTIONS)])
-
-
-def damage(bench: FaultBench, kind: str, rule: dict[str, Any], prompt: list[int], options: dict[str, Any]) -> None:
-    bench.make_ready()
-    with STAGES["reserved"](bench, prompt, options) as victim:
-        bench.worker_of(victim, "prefill").set_plan({"kind": kind, "seconds": 0.3, "part": "blocks", **rule})
-    answer = victim.result()
-    bench.plan()
-    assert_exact(bench, victim, answer)
-    assert answer.attempts == 1, "the ticket is renewed, the attempt goes on"
-    bench.cluster.wait_drained()
+    prompt = prompt_of(chance.randrange(PROMPT_TOKENS, 900), seed=chance.randrange(10**6))
+    if isinstance(cell, Damage):
+        run_damage(bench, cell, prompt, options)
+    else:
+        run_cell(bench, cell, prompt, options)
