@@ -94,7 +94,7 @@ def test_frozen_decode_worker_freezes_the_stream(two_by_three: Cluster, tiny: Ti
     two_by_three.wait_ready(5)
 
 
-@pytest.mark.parametrize("num_lives", [1, pytest.param(10, marks=pytest.mark.faults)])
+@pytest.mark.parametrize("num_lives", [1, pytest.param(50, marks=[pytest.mark.faults, pytest.mark.timeout(1800)])])
 def test_worker_that_is_back_at_once_is_ignored(num_lives: int, pair: Cluster, tiny: Tiny) -> None:
     """C78: the only decode worker is killed under load and started again with all its settings, its HTTP port too: the
     streams go on there."""
