@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 # Memory tells something only over many requests: what a library loads the first time that it is needed weighs more than
 # a leak of some hundred. And a leak is there in every quarter, so the least growth of a quarter is looked at. Measured
-# it is up to 150 bytes a request: the ids of ended attempts are remembered on purpose, within bounds. A request that the
-# router keeps is 1,300 bytes, a block 8 KiB.
+# it is up to 150 bytes a request: the ids of ended attempts are remembered on purpose, within bounds. A request that
+# the router keeps is 1,300 bytes, a block 8 KiB.
 NBYTES_PER_REQUEST = 512
 ENOUGH_REQUESTS = 2000
 
