@@ -1,16 +1,14 @@
 """What the engine uses of transformers, imported without the parts of torch that transformers asks for in vain.
 
 The compiler (dynamo) and sharded tensors take longer to import than torch itself: for decorators that name functions to
-leave alone, for masks that paged attention never makes, for models that transformers spreads over processes. And
-transformers reads the source of all its models to find out what each exports, twice. So the engine's modules import
-transformers from here only.
+leave alone, for masks that paged attention never makes, for models that transformers spreads over processes. So the
+engine's modules import transformers from here only.
 """
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -86,34 +84,7 @@ def _answer_that_torch_cannot_distribute() -> None:
         torch.distributed.is_available = asked
 
 
-_PREFIX = "models."
-_MODELS = Path(transformers_availability.__file__).parents[1] / "models"
-_read_exports = transformers_availability.define_import_structure
-
-
-def list_of_models() -> dict[frozenset[str], dict[str, set[str]]]:
-    """What `transformers.models` is to be made of, from what `import transformers` has read and keeps: by the backends
-    that they need, the modules and what they export."""
-    whole = _read_exports(_MODELS, prefix=_PREFIX[:-1])
-    return {
-        backends: {
-            name.removeprefix(_PREFIX): set(names) for name, names in modules.items() if name.startswith(_PREFIX)
-        }
-        for backends, modules in whole.items()
-    }
-
-
-def _import_models_unread() -> None:
-    """Without this, `transformers.models` would read all of them again, which takes a tenth of an engine's imports."""
-    transformers_availability.define_import_structure = lambda _: list_of_models()
-    try:
-        import_module("transformers.models")
-    finally:
-        transformers_availability.define_import_structure = _read_exports
-
-
 _answer_that_torch_cannot_distribute()
-_import_models_unread()
 with without_compiler():
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
@@ -127,7 +98,6 @@ __all__ = [
     "MODEL_FOR_CAUSAL_LM_MAPPING",
     "AutoConfig",
     "AutoModelForCausalLM",
-    "list_of_models",
     "no_init_weights",
     "transformers_logging",
     "without_compiler",
