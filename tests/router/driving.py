@@ -3,7 +3,9 @@
 import asyncio
 from collections.abc import Callable
 
-from tests.router.cluster_fakes import FakeWorker
+from router.membership import End
+from splitserve.service.reasons import Reason
+from tests.router.cluster_fakes import FakeWorker, Router
 
 
 async def until(is_so: Callable[[], object]) -> None:
@@ -63,3 +65,26 @@ async def next_attempt(
     prefill = await who_prefills(prefills, attempt)
     prefill.accepted(attempt)
     return decode, prefill, attempt
+
+
+async def lose_two(
+    router: Router, prefills: list[FakeWorker], decodes: list[FakeWorker], stage: str, end: End = End.SEEN
+) -> list[FakeWorker]:
+    """Two decode workers leave in the middle of one request, each as its attempt is in `stage`: "prefilling",
+    "arriving", "renewing" because the transfer has failed, or "decoding". Returns them."""
+    seen: list[str] = []
+    lost = []
+    for position in range(2):
+        decode, prefill, attempt = await next_attempt(prefills, decodes, *seen)
+        seen.append(attempt)
+        if stage != "prefilling":
+            prefill.first(attempt, position, 100 + position)
+        if stage == "decoding":
+            decode.token(attempt, position, 100 + position)
+        await asyncio.sleep(0.01)
+        if stage == "renewing":
+            prefill.ended(attempt, Reason.TRANSFER_FAILED)
+            await decode.command("renew")
+        router.membership.remove(decode.worker, "gone", end)
+        lost.append(decode)
+    return lost

@@ -11,8 +11,8 @@ from router.request import FinishReason, PromptLogprobs, TokenEvent, TokenLogpro
 from router.worker import LoadReport, Role
 from splitserve.service.errors import Internal, Unavailable
 from splitserve.service.reasons import Reason
-from tests.router.cluster_fakes import FakeWorker, Router, collect, collect_all, ids
-from tests.router.driving import hand_off, next_attempt, who_prefills, who_reserved
+from tests.router.cluster_fakes import Router, collect, collect_all, ids
+from tests.router.driving import hand_off, lose_two, next_attempt, who_prefills, who_reserved
 
 LENGTH = FinishReason.LENGTH
 
@@ -153,27 +153,12 @@ async def test_prefill_that_was_given_nothing_yet_costs_the_attempt() -> None:
 # Deaths
 
 
-async def lose_two(router: Router, prefills: list[FakeWorker], decodes: list[FakeWorker], end: End) -> list[FakeWorker]:
-    """Two decode workers leave in the middle of one request: those two."""
-    seen: list[str] = []
-    lost = []
-    for position in range(2):
-        decode, prefill, attempt = await next_attempt(prefills, decodes, *seen)
-        seen.append(attempt)
-        prefill.first(attempt, position, 100 + position)
-        decode.token(attempt, position, 100 + position)
-        await asyncio.sleep(0.01)
-        router.membership.remove(decode.worker, "gone", end)
-        lost.append(decode)
-    return lost
-
-
 async def test_two_cut_streams_end_a_request() -> None:
     """Both are back under their own ids, the second one a moment after its verdict was due."""
     router = Router(max_attempts=10, heartbeat_timeout=5.0)
     prefills, decodes = router.pairs(1, 3)
     task = asyncio.create_task(collect(router.submit()))
-    lost = await lose_two(router, prefills, decodes, End.SEEN)
+    lost = await lose_two(router, prefills, decodes, "decoding")
     await asyncio.sleep(0.02)
     assert not task.done()
     router.join(Role.DECODE, lost[0].worker.worker_id)
@@ -209,7 +194,7 @@ async def test_limit_of_deaths_is_not_the_flags(max_deaths: int, survives: bool)
     router = Router(max_attempts=10, heartbeat_timeout=0.05, max_deaths=max_deaths)
     prefills, decodes = router.pairs(1, 3)
     task = asyncio.create_task(collect(router.submit()))
-    lost = await lose_two(router, prefills, decodes, End.SEEN)
+    lost = await lose_two(router, prefills, decodes, "decoding")
     if survives:
         last = next(decode for decode in decodes if decode not in lost)
         _, prefill, attempt = await next_attempt(prefills, [last])
@@ -227,7 +212,7 @@ async def test_network_that_breaks_is_taken_for_the_requests_fault(end: End) -> 
     router = Router(max_attempts=10, heartbeat_timeout=0.05)
     prefills, decodes = router.pairs(1, 3)
     task = asyncio.create_task(collect(router.submit()))
-    await lose_two(router, prefills, decodes, end)
+    await lose_two(router, prefills, decodes, "decoding", end)
     with pytest.raises(Internal if end is End.SEEN else Unavailable, match="2 workers died") as failure:
         await task
     assert (failure.value.retry_after_s is None) == (end is End.SEEN)
@@ -238,13 +223,7 @@ async def test_request_that_kills_decode_as_it_joins_is_given_a_third() -> None:
     router = Router(max_attempts=10, heartbeat_timeout=0.05)
     prefills, decodes = router.pairs(1, 3)
     task = asyncio.create_task(collect(router.submit()))
-    seen: list[str] = []
-    for position in range(2):
-        decode, prefill, attempt = await next_attempt(prefills, decodes, *seen)
-        seen.append(attempt)
-        prefill.first(attempt, position, 100 + position)
-        await asyncio.sleep(0.01)
-        router.leave(decode)
+    await lose_two(router, prefills, decodes, "arriving")
     with pytest.raises(Internal, match="2 workers died"):
         await task
 
@@ -254,12 +233,8 @@ async def test_worker_that_dies_without_having_begun_counts() -> None:
     router = Router(max_attempts=10, heartbeat_timeout=0.05)
     prefills, decodes = router.pairs(1, 3)
     task = asyncio.create_task(collect(router.submit()))
-    seen: list[str] = []
-    for _ in range(2):
-        decode, _, attempt = await next_attempt(prefills, decodes, *seen)
-        seen.append(attempt)
-        router.leave(decode)
-    _, prefill, attempt = await next_attempt(prefills, decodes, *seen)
+    lost = await lose_two(router, prefills, decodes, "prefilling")
+    _, prefill, attempt = await next_attempt(prefills, [decode for decode in decodes if decode not in lost])
     prefill.first(attempt, 0, 100, LENGTH)
     assert ids(await task) == [100]
 

@@ -10,7 +10,7 @@ from router.worker import LoadReport, Role
 from splitserve.service.errors import Internal, Unavailable
 from splitserve.service.reasons import Reason
 from tests.router.cluster_fakes import Router, collect, ids, ticket
-from tests.router.driving import hand_off, next_attempt, until, who_reserved
+from tests.router.driving import hand_off, lose_two, next_attempt, until, who_reserved
 from tests.router.test_legs import renew, who_has
 
 LENGTH = FinishReason.LENGTH
@@ -140,15 +140,7 @@ async def test_late_deaths_spare_a_third_worker() -> None:
     router = Router(max_attempts=10, heartbeat_timeout=0.05, suspect_timeout=0.01)
     prefills, decodes = router.pairs(1, 3)
     task = asyncio.create_task(collect(router.submit()))
-    seen: list[str] = []
-    for position in range(2):
-        decode, prefill, attempt = await next_attempt(prefills, decodes, *seen)
-        seen.append(attempt)
-        prefill.first(attempt, position, 100 + position)
-        await asyncio.sleep(0.01)
-        prefill.ended(attempt, Reason.TRANSFER_FAILED)
-        await decode.command("renew")
-        router.leave(decode)
+    await lose_two(router, prefills, decodes, "renewing")
     with pytest.raises(Internal, match="2 workers died"):
         await task
     router.assert_idle()

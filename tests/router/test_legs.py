@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from router.request import FinishReason
+from router.request import Event, FinishReason, TokenEvent
 from router.worker import Link, LoadReport, Role
 from splitserve.service.errors import Internal, Unavailable
 from splitserve.service.reasons import Reason
@@ -179,14 +179,22 @@ async def test_decode_is_kept_waiting_where_no_prefill_worker_is_left(stage: str
     router.assert_idle()
 
 
-async def test_reservation_outlasts_the_search_for_room() -> None:
-    router = Router(reserve_timeout=0.1)
+async def lost_while_others_are_full(
+    router: Router,
+) -> tuple["asyncio.Task[list[TokenEvent]]", FakeWorker, FakeWorker]:
+    """A prefill worker dies with the prompt in its hands, and there is no room on the other: (task, decode, other)."""
     prefills, (decode,) = router.pairs(2, 1)
     task = asyncio.create_task(collect(router.submit()))
     _, prefill, _ = await next_attempt(prefills, [decode])
     other = prefills[1 - prefills.index(prefill)]
     other.worker.load = LoadReport(blocks_free=0, blocks_in_use=100)
     router.leave(prefill)
+    return task, decode, other
+
+
+async def test_reservation_outlasts_the_search_for_room() -> None:
+    router = Router(reserve_timeout=0.1)
+    task, decode, other = await lost_while_others_are_full(router)
     await decode.command("release")
     other.worker.load = LoadReport(blocks_free=100)
     router.membership.changed()
@@ -199,12 +207,7 @@ async def test_reservation_outlasts_the_search_for_room() -> None:
 async def test_request_that_lost_a_leg_waits_for_ever_for_room() -> None:
     """It was interrupted by a failure, whoever has counted it."""
     router = Router(reserve_timeout=0.1, failover_timeout=0.2)
-    prefills, (decode,) = router.pairs(2, 1)
-    task = asyncio.create_task(collect(router.submit()))
-    _, prefill, _ = await next_attempt(prefills, [decode])
-    other = prefills[1 - prefills.index(prefill)]
-    other.worker.load = LoadReport(blocks_free=0, blocks_in_use=100)
-    router.leave(prefill)
+    task, _, _ = await lost_while_others_are_full(router)
     with pytest.raises(Unavailable, match="interrupted by worker_lost, and no pair of workers has room"):
         await asyncio.wait_for(task, 5)
     router.assert_idle()
@@ -374,15 +377,9 @@ async def test_late_first_token_of_a_lost_leg_is_shown() -> None:
     assert not prefill.say(prefill.channel.legs[attempt], None)
     assert decode.channel.renewals[0][2] == {0: ()}
     other = prefills[1 - prefills.index(prefill)]
-    await renew_rest(decode, other, attempt)
+    await renew(decode, other, attempt)
     other.first(attempt, 0, 100, LENGTH)
     assert ids(await task) == [100]
-
-
-async def renew_rest(decode: FakeWorker, other: FakeWorker, attempt: str) -> None:
-    decode.reserved(attempt, 2)
-    await until(lambda: other.channel.tickets)
-    other.accepted(attempt)
 
 
 async def test_new_leg_dies_before_it_was_given_anything(router: Router) -> None:
@@ -402,15 +399,22 @@ async def test_new_leg_dies_before_it_was_given_anything(router: Router) -> None
     router.assert_idle()
 
 
-async def test_prompt_logprobs_of_the_second_leg_are_shown_again(router: Router) -> None:
-    """They begin at 0 again."""
+async def half_scored(
+    router: Router,
+) -> tuple["asyncio.Task[list[Event]]", FakeWorker, FakeWorker, FakeWorker, str]:
+    """Half of the prompt's logprobs have come: (task, decode, its prefill worker, another one, attempt id)."""
     prefills, (decode,) = router.pairs(2, 1)
     task = asyncio.create_task(collect_all(router.submit(prompt_logprobs=1)))
     _, prefill, attempt = await next_attempt(prefills, [decode])
     prefill.prompt_logprobs(attempt, 0, *PROMPT[:6])
     await asyncio.sleep(0.01)
+    return task, decode, prefill, prefills[1 - prefills.index(prefill)], attempt
+
+
+async def test_prompt_logprobs_of_the_second_leg_are_shown_again(router: Router) -> None:
+    """They begin at 0 again."""
+    task, decode, _, other, attempt = await half_scored(router)
     decode.transfer_lost(attempt)
-    other = prefills[1 - prefills.index(prefill)]
     await renew(decode, other, attempt)
     other.prompt_logprobs(attempt, 0, *PROMPT[:4])
     other.prompt_logprobs(attempt, 4, *PROMPT[4:])
@@ -418,20 +422,14 @@ async def test_prompt_logprobs_of_the_second_leg_are_shown_again(router: Router)
     assert shown(await task) == [*PROMPT, 100]
 
 
-async def test_running_sequence_waits_for_logprobs_that_nobody_brings() -> None:
+async def test_running_sequence_waits_for_logprobs_that_nobody_brings(router: Router) -> None:
     """All blocks came and half of the prompt's logprobs did: the attempt is lost with its leg, and once."""
-    router = Router(max_attempts=2)
-    prefills, (decode,) = router.pairs(2, 1)
-    task = asyncio.create_task(collect_all(router.submit(prompt_logprobs=1)))
-    _, prefill, attempt = await next_attempt(prefills, [decode])
-    prefill.prompt_logprobs(attempt, 0, *PROMPT[:6])
-    await asyncio.sleep(0.01)
+    task, decode, prefill, other, attempt = await half_scored(router)
     router.leave(prefill)
     await decode.command("renew")
     decode.already_running(attempt)
     decode.token(attempt, 0, 100)
-    second = await hand_off(prefills[1 - prefills.index(prefill)], decode, 1)
-    other = prefills[1 - prefills.index(prefill)]
+    second = await hand_off(other, decode, 1)
     other.prompt_logprobs(second, 0, *PROMPT)
     other.first(second, 0, 100, LENGTH)
     assert shown(await task) == [*PROMPT, 100]
