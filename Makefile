@@ -24,9 +24,10 @@ test: $(STAMP)
 test-e2e: $(STAMP)
 	$(BIN)/python -m pytest -m e2e
 
-# The whole fault matrix, many times.
+# The whole fault matrix cell by cell, then any cell again and again; FAULT_ROUNDS and FAULT_SEED say how often and from
+# where.
 test-faults: $(STAMP)
-	$(BIN)/python -m pytest -m faults
+	$(BIN)/python -m pytest -m "matrix or faults"
 
 # litellm, as a library and as a proxy, in front of a cluster. It has an environment of its own; once that is made,
 # 'make test' runs these tests too.

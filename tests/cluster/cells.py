@@ -4,9 +4,11 @@ whatever the cell: the text is exact, others notice nothing, and the books balan
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import pytest
 
 from splitserve.client.types import Generation
 from tests.cluster.fault_bench import HEARTBEAT_TIMEOUT_S, FaultBench, Running, is_stopped, stopped
@@ -92,6 +94,13 @@ class Cell:
 
     def __str__(self) -> str:
         return f"{self.stage}-{self.target}-{self.fault}"
+
+
+def marked(cells: Sequence[Any], is_in_make_test: Callable[[Any], bool]) -> list[Any]:
+    """As parameters of a test: `make test` has some, `make test-faults` all."""
+    return [
+        pytest.param(cell, id=str(cell), marks=[] if is_in_make_test(cell) else pytest.mark.faults) for cell in cells
+    ]
 
 
 def run_cell(bench: FaultBench, cell: Cell, prompt: list[int], options: dict[str, Any]) -> None:

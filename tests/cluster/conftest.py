@@ -4,9 +4,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.cluster.harness import Cluster
 from tests.tiny_models import add_tokenizer, build
+
+# For references: with more, tiny matmuls mostly wait for threads, and the cluster waits with them.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

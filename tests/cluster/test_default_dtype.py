@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.cells import PROMPT_TOKENS, Cell, run_cell
+from tests.cluster.cells import PROMPT_TOKENS, Cell, marked, run_cell
 from tests.cluster.fault_bench import OPTIONS, FaultBench
 from tests.cluster.stages import STAGES
 from tests.cluster.test_exact import prompt_of
 from tests.exactness import require_exact
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.matrix, pytest.mark.timeout(300)]
 
 # Nothing is computed before a request leaves the queue.
 CELLS = [
@@ -34,10 +34,7 @@ def bench(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory)
         made.close()
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [pytest.param(cell, id=str(cell), marks=[] if cell in IN_MAKE_TEST else pytest.mark.faults) for cell in CELLS],
-)
+@pytest.mark.parametrize("cell", marked(CELLS, lambda cell: cell in IN_MAKE_TEST))
 def test_fault_changes_a_text(cell: Cell, bench: FaultBench) -> None:
     number = CELLS.index(cell)
     run_cell(bench, cell, prompt_of(PROMPT_TOKENS, seed=2000 + number), OPTIONS[number % len(OPTIONS)])

@@ -1,8 +1,8 @@
-"""SIGTERM to real processes while requests run: of a worker's end no client hears, of a router's in-band, and all end
-with status 0."""
+"""SIGTERM to workers while requests run: no client hears of it, and all end with status 0.
 
-import os
-import signal
+`cancel/test_router_ends` has the router's.
+"""
+
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from splitserve.client.types import Generation
-from splitserve.service.errors import Unavailable
 from tests.cluster.harness import Cluster, Process
 from tests.cluster.test_exact import prompt_of
 from tests.reference import greedy
@@ -93,33 +92,3 @@ def test_rolling_restart_ends_a_long_stream(two_by_three: Cluster, tiny: Tiny) -
     assert len(asked) == 2
     assert result.attempts == 3
     assert [wait_for_end(process) for process in asked] == [0, 0]
-
-
-@pytest.fixture
-def leaving_router(tiny: Tiny) -> Iterator[Cluster]:
-    """A cluster whose router gives streams three seconds."""
-    cluster = Cluster(tiny("llama"), router_flags={"drain_timeout": "3s"})
-    yield cluster
-    cluster.close()
-
-
-def test_router_that_drains_cuts_its_streams(leaving_router: Cluster) -> None:
-    """C28: here decode stands still, so that the stream cannot end by itself; the client is told in-band what it is."""
-    cluster = leaving_router
-    with cluster.client.stream(prompt_of(20), max_tokens=400, ignore_eos=True) as chunks:
-        assert next(iter(chunks)).token_ids
-        engine_pid = cluster.workers[1].engine_pid()
-        os.kill(engine_pid, signal.SIGSTOP)
-        ask_to_end(cluster.router)
-        cluster.router.event("draining")
-        with pytest.raises(Unavailable) as refusal:
-            cluster.client.generate(prompt_of(20), max_tokens=2)
-        with pytest.raises(Unavailable) as ending:
-            list(chunks)
-    for error in (refusal.value, ending.value):
-        assert (error.reason, error.retry_after_s) == ("DRAINING", 1.0)
-    assert wait_for_end(cluster.router) == 0
-    os.kill(engine_pid, signal.SIGCONT)
-    for worker in cluster.workers:
-        ask_to_end(worker)
-        assert wait_for_end(worker) == 0

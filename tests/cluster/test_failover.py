@@ -1,6 +1,5 @@
 """A worker or its link dies under a running request: the stream goes on elsewhere and its text is exact."""
 
-import json
 import os
 import signal
 from collections.abc import Callable
@@ -148,24 +147,19 @@ def test_killed_prefill_worker_costs_the_reservation(two_by_three: Cluster, tiny
     assert renewals(two_by_three) - before == 1
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
-        {"kind": "drop", "message": "Finish", "nth": 1},
-        {"kind": "cut", "message": "Blocks", "nth": 1},
-    ],
-    ids=lambda rule: f"{rule['kind']}-{rule['message']}",
-)
-def test_damaged_link_reaches_the_client(rule: dict[str, Any], pair: Cluster, tiny: Tiny, tmp_path: Path) -> None:
+def test_damaged_link_reaches_the_client(pair: Cluster, tiny: Tiny, tmp_path: Path) -> None:
     """C31, C32: the one prefill worker that there is has a bad link: it gets the next ticket as well."""
     plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps({"seed": 1, "rules": [rule]}))
+    plan.write_text('{"rules": []}')
     pair.of_role("prefill")[0].kill()
-    pair.add("prefill", fault_plan=plan, transfer_timeout="1s")
-    pair.wait_ready(2)
-    prompt, before = prompt_of(100), renewals(pair)
-    answer = pair.client.generate(prompt, max_tokens=10, temperature=0.0, ignore_eos=True)
-    assert list(answer.token_ids) == greedy(tiny("llama"), prompt, 10)
-    assert answer.attempts == 1
-    assert renewals(pair) - before == 1
-    pair.wait_drained()
+    prefill = pair.add("prefill", fault_plan=plan, transfer_timeout="1s")
+    prefill.plan = plan
+    for kind, message in (("drop", "Finish"), ("cut", "Blocks")):
+        pair.wait_ready(2)
+        prefill.set_plan({"kind": kind, "message": message})
+        prompt, before = prompt_of(100, seed=len(kind)), renewals(pair)
+        answer = pair.client.generate(prompt, max_tokens=10, temperature=0.0, ignore_eos=True)
+        assert list(answer.token_ids) == greedy(tiny("llama"), prompt, 10)
+        assert answer.attempts == 1
+        assert renewals(pair) - before == 1, f"{kind} {message}"
+        pair.wait_drained()

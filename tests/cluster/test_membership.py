@@ -3,7 +3,7 @@
 import itertools
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,32 +19,6 @@ from tests.reference import greedy
 pytestmark = pytest.mark.cluster
 
 Tiny = Callable[[str], Path]
-
-
-def test_late_worker_gets_nothing_from_the_queue(tiny: Tiny) -> None:
-    """Two full decode workers and twenty requests in the queue; a third joins by itself and gets the next one."""
-    cluster = Cluster(tiny("llama"), decode=2, decode_flags={"max_num_seqs": 1})
-    try:
-        full = {worker["id"] for worker in cluster.workers_of("decode")}
-        with ThreadPoolExecutor(22) as pool:
-            answers = [
-                pool.submit(cluster.client.generate, prompt_of(20, seed), max_tokens=400, ignore_eos=True)
-                for seed in range(22)
-            ]
-            wait_for("twenty queued requests", lambda: cluster.state()["queue"]["requests"] == 20)
-            assert cluster.state()["queue"]["prompt_tokens"] == 400
-            cluster.add("decode")
-
-            def newcomer() -> dict[str, int] | None:
-                return next((w for w in cluster.workers_of("decode") if w["id"] not in full and w["attempts"]), None)
-
-            wait_for("the third worker to have an attempt", newcomer)
-            assert cluster.state()["queue"]["requests"] > 0
-            assert {len(answer.result().token_ids) for answer in answers} == {400}
-        cluster.wait_drained()
-        assert cluster.metric("splitserve_requests_total", outcome="length") == 22
-    finally:
-        cluster.close()
 
 
 def test_pools_that_differ_exchange_blocks(pair: Cluster) -> None:
@@ -66,27 +40,59 @@ def test_pools_that_differ_exchange_blocks(pair: Cluster) -> None:
     assert next(w["steps"] for w in pair.workers_of("decode") if w["pid"] == odd.pid) == 0
 
 
-def test_cluster_without_a_pair_is_ready(tiny: Tiny) -> None:
+@pytest.fixture(scope="module")
+def growing(tiny: Tiny) -> Iterator[Cluster]:
+    """At first a router alone; its decode workers take one sequence each."""
+    cluster = Cluster(tiny("llama"), prefill=0, decode=0, decode_flags={"max_num_seqs": 1})
+    yield cluster
+    cluster.close()
+
+
+def test_cluster_without_a_pair_is_ready(growing: Cluster) -> None:
     """C05, C36, C69: not ready and an immediate refusal, until blocks can flow; then the first request succeeds."""
-    cluster = Cluster(tiny("llama"), prefill=0, decode=0)
-    try:
-        ready = cluster.http.get("/health/ready")
-        assert ready.status_code == 503
-        with pytest.raises(Unavailable, match="no prefill and no decode worker") as refusal:
-            cluster.client.generate("hello", max_tokens=1)
-        assert refusal.value.retry_after_s is not None
-        cluster.add("decode", dtype="bfloat16")
-        cluster.add("prefill")
-        wait_for("two workers", lambda: len(cluster.state()["workers"]) == 2)
-        wait_for("the mismatch", lambda: "dtype" in cluster.http.get("/health/ready").text)
-        with pytest.raises(Unavailable, match="dtype"):
-            cluster.client.generate("hello", max_tokens=1)
+    cluster = growing
+    ready = cluster.http.get("/health/ready")
+    assert ready.status_code == 503
+    with pytest.raises(Unavailable, match="no prefill and no decode worker") as refusal:
+        cluster.client.generate("hello", max_tokens=1)
+    assert refusal.value.retry_after_s is not None
+    odd = cluster.add("decode", dtype="bfloat16")
+    cluster.add("prefill")
+    wait_for("two workers", lambda: len(cluster.state()["workers"]) == 2)
+    wait_for("the mismatch", lambda: "dtype" in cluster.http.get("/health/ready").text)
+    with pytest.raises(Unavailable, match="dtype"):
+        cluster.client.generate("hello", max_tokens=1)
+    cluster.add("decode")
+    wait_for("readiness", lambda: cluster.http.get("/health/ready").status_code == 200)
+    assert cluster.client.model_info().ready
+    assert len(cluster.client.generate("hello", max_tokens=1, ignore_eos=True).token_ids) == 1
+    odd.kill()
+
+
+def test_late_worker_gets_nothing_from_the_queue(growing: Cluster) -> None:
+    """A full decode worker and ten requests in the queue; another one joins by itself and gets the next one."""
+    cluster = growing
+    for role in ("prefill", "decode"):
+        if not cluster.of_role(role):
+            cluster.add(role)
+    cluster.wait_ready(2)
+    full = {worker["id"] for worker in cluster.workers_of("decode")}
+    with ThreadPoolExecutor(11) as pool:
+        answers = [
+            pool.submit(cluster.client.generate, prompt_of(20, seed), max_tokens=900, ignore_eos=True)
+            for seed in range(11)
+        ]
+        wait_for("ten queued requests", lambda: cluster.state()["queue"]["requests"] == 10)
+        assert cluster.state()["queue"]["prompt_tokens"] == 200
         cluster.add("decode")
-        wait_for("readiness", lambda: cluster.http.get("/health/ready").status_code == 200)
-        assert cluster.client.model_info().ready
-        assert len(cluster.client.generate("hello", max_tokens=1, ignore_eos=True).token_ids) == 1
-    finally:
-        cluster.close()
+
+        def newcomer() -> dict[str, int] | None:
+            return next((w for w in cluster.workers_of("decode") if w["id"] not in full and w["attempts"]), None)
+
+        wait_for("the second worker to have an attempt", newcomer)
+        assert cluster.state()["queue"]["requests"] > 0
+        assert {len(answer.result().token_ids) for answer in answers} == {900}
+    cluster.wait_drained()
 
 
 def test_loss_of_the_only_prefill_worker_stops_everything_or_goes_unnoticed(pair: Cluster, tiny: Tiny) -> None:
@@ -129,13 +135,14 @@ def test_worker_of_another_model_joins(pair: Cluster, tiny: Tiny) -> None:
 
 def test_start_with_a_wrong_setting_is_retried_for_ever(pair: Cluster, tiny: Tiny, tmp_path: Path) -> None:
     """Exit status 78 and the reason in the log: no model, one not served, a pool without a block, no plan."""
-    for flags, reason in (
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"model": tmp_path}, "is not a model directory"),
         ({"model": tiny("bloom")}, "bloom"),
         ({"kv_cache_memory": "1KiB"}, "hold no block"),
         ({"fault_plan": tmp_path / "none.json"}, "fault plan"),
-    ):
-        process = pair.add("decode", **flags)
+    ]
+    started = [(pair.add("decode", **flags), reason) for flags, reason in wrong]
+    for process, reason in started:
         process.is_killed = True
         assert process.popen.wait(60) == 78
         wait_for(f"the reason {reason!r}", lambda p=process, r=reason: any(r in line for line in p.lines), 10)

@@ -13,7 +13,7 @@ from tests.cluster.harness import wait_for
 from tests.cluster.stages import STAGES
 from tests.cluster.test_exact import prompt_of
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.matrix, pytest.mark.timeout(300)]
 
 PROMPT_TOKENS = 600
 MAX_TOKENS = 5000  # seconds of decode

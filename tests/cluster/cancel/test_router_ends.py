@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from splitserve.service.errors import Unavailable
-from tests.cluster.fault_bench import FaultBench
+from tests.cluster.fault_bench import FaultBench, stopped
 from tests.cluster.harness import Process, wait_for
 from tests.cluster.stages import STAGES
 from tests.cluster.test_drain import ask_to_end, wait_for_end
 from tests.cluster.test_exact import prompt_of
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.matrix, pytest.mark.timeout(300)]
 
 LOAD = ("splitserve_kv_cache_usage_perc", "splitserve_num_requests_running", "splitserve_num_requests_waiting")
 
@@ -96,6 +96,26 @@ def test_router_that_ends_leaves_workers_busy(stages: dict[str, int], way: str, 
         assert_outcomes(router, num_failed=len(victims), num_rejected="queued" in stages)
     assert bench.cluster.workers == workers
     assert all(worker.popen.poll() is None for worker in workers)
+
+
+def test_router_that_drains_cuts_its_streams(bench: FaultBench) -> None:
+    """C28: it gives them three seconds. Here decode stands still, so that the stream cannot end by itself; the client
+    is told in-band what it is."""
+    bench.cluster.replace_router(drain_timeout="3s")
+    bench.make_ready()
+    [decode] = bench.cluster.of_role("decode")
+    with bench.cluster.client.stream(prompt_of(20), max_tokens=400, ignore_eos=True) as chunks:
+        assert next(iter(chunks)).token_ids
+        with stopped(decode.engine_pid()):
+            ask_to_end(bench.cluster.router)
+            bench.cluster.router.event("draining")
+            with pytest.raises(Unavailable) as refusal:
+                bench.cluster.client.generate(prompt_of(20), max_tokens=2)
+            with pytest.raises(Unavailable) as ending:
+                list(chunks)
+            for error in (refusal.value, ending.value):
+                assert (error.reason, error.retry_after_s) == ("DRAINING", 1.0)
+            assert wait_for_end(bench.cluster.router) == 0
 
 
 def assert_outcomes(router: Process, num_failed: int, num_rejected: int) -> None:

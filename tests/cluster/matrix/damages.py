@@ -9,6 +9,7 @@ from tests.cluster.fault_bench import FaultBench
 from tests.cluster.harness import Process, wait_for
 from tests.cluster.stages import STAGES
 
+RENEWALS = "splitserve_ticket_renewals_total"
 KINDS = ["drop", "duplicate", "delay", "corrupt"]
 
 
@@ -50,6 +51,17 @@ class Damage:
         return f"{self.kind}-{self.message}"
 
     @property
+    def is_in_make_test(self) -> bool:
+        """What the two sides tell each other about blocks is only lost and damaged there."""
+        return self.message.name not in ("BlocksAck", "Cancel", "Closed") or self.kind in ("drop", "corrupt")
+
+    @property
+    def loses_the_transfer(self) -> bool:
+        """For certain: without some messages it may still come to its end."""
+        is_needed = self.message.name in ("Blocks", "Finish") and self.kind in ("drop", "corrupt")
+        return is_needed or bool(self.message.after)
+
+    @property
     def rules(self) -> list[dict[str, Any]]:
         message = self.message
         rule = {"message": message.name, "nth": message.nth, "direction": message.direction, "seconds": 0.3}
@@ -70,10 +82,13 @@ def run_damage(bench: FaultBench, damage: Damage, prompt: list[int], options: di
         with STAGES["reserved"](bench, prompt, options) as victim:
             prefill = bench.worker_of(victim, "prefill")
             before = damage.num_done(prefill)
+            renewals = bench.cluster.metric(RENEWALS)
             prefill.set_plan(*damage.rules)
         answer = victim.result()
         wait_for("the damage", lambda: damage.num_done(prefill) > before)
         bench.plan()
         assert answer.attempts == 1, "the ticket is renewed, the attempt goes on"
+        if damage.loses_the_transfer:
+            assert bench.cluster.metric(RENEWALS) > renewals
         assert_exact(bench, victim, answer)
         bench.cluster.wait_drained()

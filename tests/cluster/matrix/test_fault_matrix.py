@@ -8,13 +8,13 @@ import random
 
 import pytest
 
-from tests.cluster.cells import PROMPT_TOKENS, Cell, run_cell
+from tests.cluster.cells import PROMPT_TOKENS, Cell, marked, run_cell
 from tests.cluster.fault_bench import OPTIONS, FaultBench
 from tests.cluster.matrix.damages import DAMAGES, Damage, run_damage
 from tests.cluster.stages import STAGES
 from tests.cluster.test_exact import prompt_of
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.matrix, pytest.mark.timeout(300)]
 
 ROUNDS = int(os.environ.get("FAULT_ROUNDS", "3"))
 SEED = int(os.environ.get("FAULT_SEED", str(random.SystemRandom().randrange(2**32))))
@@ -44,22 +44,13 @@ MORE_CELLS = [
 IN_MAKE_TEST = {Cell("transferring", "prefill", "engine"), Cell("decoding", "decode", "front")}
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [
-        *(pytest.param(cell, id=str(cell)) for cell in CELLS),
-        *(
-            pytest.param(cell, id=str(cell), marks=[] if cell in IN_MAKE_TEST else pytest.mark.faults)
-            for cell in MORE_CELLS
-        ),
-    ],
-)
+@pytest.mark.parametrize("cell", marked([*CELLS, *MORE_CELLS], lambda cell: cell in {*CELLS, *IN_MAKE_TEST}))
 def test_fault_in_a_stage_reaches_the_client(cell: Cell, bench: FaultBench) -> None:
     number = [*CELLS, *MORE_CELLS].index(cell)
     run_cell(bench, cell, prompt_of(PROMPT_TOKENS, seed=number), OPTIONS[number % len(OPTIONS)])
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=str)
+@pytest.mark.parametrize("damage", marked(DAMAGES, lambda damage: damage.is_in_make_test))
 def test_damaged_message_reaches_the_client(damage: Damage, bench: FaultBench) -> None:
     """C31, C32: what is lost, late, doubled or damaged on the way of the blocks, or of what is said of them."""
     number = DAMAGES.index(damage)
