@@ -13,6 +13,7 @@ import pytest
 from splitserve import Client
 from splitserve.models.locate import locate_model
 from splitserve.models.tokenizer import Tokenizer
+from tests.cluster.expected import Reference
 from tests.cluster.harness import wait_for
 from tests.cluster.up import COMMAND, Up
 from tests.cluster.up import up as start_up
@@ -64,11 +65,12 @@ def test_text_differs_from_one_process(up: Up, directory: Path) -> None:
     """Prompts of less than a block, of whole blocks, and of several chunks."""
     tokenizer = Tokenizer.load(directory)
     text = "In 1790 the site of the new capital was chosen on the Potomac, 38°53′ north; " * 40
-    ids = tokenizer.encode(text)
+    ids, reference = tokenizer.encode(text), Reference(directory)
+    options: dict[str, Any] = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
     with Client(up.target) as client:
         for length in (1, 15, 16, 17, 32, 600):
-            answer = client.generate(ids[:length], max_tokens=12, temperature=0.0, ignore_eos=True)
-            assert list(answer.token_ids) == greedy(directory, ids[:length], 12), f"prompt of {length} tokens"
+            answer = client.generate(ids[:length], **options)
+            reference.check(ids[:length], answer, options)
 
 
 def test_chat_and_status_say_nothing(up: Up) -> None:

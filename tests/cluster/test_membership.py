@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from splitserve.service.errors import Unavailable
+from tests.cluster.fault_bench import stopped
 from tests.cluster.harness import Cluster, wait_for
 from tests.cluster.test_exact import prompt_of
 from tests.reference import greedy
@@ -42,8 +43,10 @@ def test_pools_that_differ_exchange_blocks(pair: Cluster) -> None:
 
 @pytest.fixture(scope="module")
 def growing(tiny: Tiny) -> Iterator[Cluster]:
-    """At first a router alone; its decode workers take one sequence each."""
-    cluster = Cluster(tiny("llama"), prefill=0, decode=0, decode_flags={"max_num_seqs": 1})
+    """At first a router alone; its decode workers take one sequence each, and may stand still for long."""
+    patience = {"stall_timeout": "600s"}
+    decode_flags = patience | {"max_num_seqs": 1}
+    cluster = Cluster(tiny("llama"), prefill=0, decode=0, router_flags=patience, decode_flags=decode_flags)
     yield cluster
     cluster.close()
 
@@ -76,22 +79,23 @@ def test_late_worker_gets_nothing_from_the_queue(growing: Cluster) -> None:
         if not cluster.of_role(role):
             cluster.add(role)
     cluster.wait_ready(2)
-    full = {worker["id"] for worker in cluster.workers_of("decode")}
-    with ThreadPoolExecutor(11) as pool:
-        answers = [
-            pool.submit(cluster.client.generate, prompt_of(20, seed), max_tokens=900, ignore_eos=True)
-            for seed in range(11)
-        ]
-        wait_for("ten queued requests", lambda: cluster.state()["queue"]["requests"] == 10)
-        assert cluster.state()["queue"]["prompt_tokens"] == 200
-        cluster.add("decode")
+    [full] = cluster.of_role("decode")
+    options: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True}
 
-        def newcomer() -> dict[str, int] | None:
-            return next((w for w in cluster.workers_of("decode") if w["id"] not in full and w["attempts"]), None)
+    def has_newcomer_work() -> bool:
+        return any(worker["attempts"] for worker in cluster.workers_of("decode") if worker["pid"] != full.pid)
 
-        wait_for("the second worker to have an attempt", newcomer)
-        assert cluster.state()["queue"]["requests"] > 0
-        assert {len(answer.result().token_ids) for answer in answers} == {900}
+    with cluster.client.stream(prompt_of(20), **options) as stream, ThreadPoolExecutor(10) as pool:
+        next(stream)
+        with stopped(full.engine_pid()):
+            answers = [pool.submit(cluster.client.generate, prompt_of(20, seed), **options) for seed in range(1, 11)]
+            wait_for("ten queued requests", lambda: cluster.state()["queue"]["requests"] == 10)
+            assert cluster.state()["queue"]["prompt_tokens"] == 200
+            cluster.add("decode")
+            wait_for("the second worker to have an attempt", has_newcomer_work)
+            assert cluster.state()["queue"]["requests"] > 0
+        assert {len(answer.result().token_ids) for answer in answers} == {300}
+        assert len(stream.result().token_ids) == 300
     cluster.wait_drained()
 
 
