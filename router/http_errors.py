@@ -23,7 +23,12 @@ _log = structlog.get_logger(__name__)
 def error_body(message: str, *, status: int, code: str, param: str | None = None) -> dict[str, Any]:
     """The body of an OpenAI error."""
     kind = _TYPES_BY_STATUS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": _sayable(message), "type": kind, "param": param and _sayable(param), "code": code}}
+
+
+def _sayable(text: str) -> str:
+    """It may repeat what a client sent, which may be no Unicode."""
+    return text.encode(errors="replace").decode()
 
 
 def body_of(error: SplitserveError) -> dict[str, Any]:
@@ -57,6 +62,8 @@ def map_errors(app: FastAPI) -> None:
             code, message = "method_not_allowed", f"{request.method} is not allowed on {request.url.path}"
         elif error.status_code == 413:
             code = "request_too_large"
+        elif error.status_code == 400:  # of FastAPI: a body that its JSON reader gives up on
+            code = "malformed_message"
         body = error_body(message, status=error.status_code, code=code)
         return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
@@ -77,6 +84,11 @@ def _shape_error(problem: Mapping[str, Any]) -> InvalidRequest:
             return InvalidRequest(f"there is no option {name!r} here", field=name)
         case "missing" if name is None:
             return InvalidRequest("the request has no JSON body", reason="MALFORMED_MESSAGE")
+        case "model_attributes_type" if name is None:
+            message = "the body must be a JSON object, sent with content-type: application/json"
+            return InvalidRequest(message, reason="MALFORMED_MESSAGE")
+        case "invalid_unicode":
+            return InvalidRequest(f"{name} {problem['msg']}", field=name, reason="INVALID_UNICODE")
         case "missing":
             return InvalidRequest(f"{name} is required", field=name)
         case "value_error":

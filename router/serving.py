@@ -190,6 +190,9 @@ class Serving:
                 delta = output.take(event)
                 finish = delta.finish
                 gathered.add(event, delta.text)
+            if finish is not None and event.finish_reason is None:
+                # Ended here: the workers do not know, and the client may take its time to read it.
+                generation.stop(event.sample)
             if finish is None and event.is_followed:
                 continue
             for piece in gathered.take():
@@ -213,8 +216,6 @@ class Serving:
             )
             if not unfinished:
                 return finish
-            if event.finish_reason is None:
-                generation.stop(event.sample)
         raise Internal("the output ended without a finish reason")
 
 

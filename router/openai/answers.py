@@ -72,15 +72,18 @@ class ChatAnswer:
             self._prompt += piece.tokens
             return
         choice = self._choices[piece.sample]
+        timings: replies.Timings | UnsetType = UNSET
         if isinstance(piece, SampleEnd):
             choice.end = piece
-            self._tally.add(prompt, piece)
+            timings = self._tally.add(prompt, piece)
         if self._asked.is_stream:
-            yield from self._events(choice, piece)
+            yield from self._events(choice, piece, UNSET if self._asked.includes_usage else timings)
         elif isinstance(piece, Delta):
             _keep(choice, piece)
 
-    def _events(self, choice: _Choice, piece: Delta | SampleEnd) -> Iterator[Struct]:
+    def _events(
+        self, choice: _Choice, piece: Delta | SampleEnd, timings: replies.Timings | UnsetType
+    ) -> Iterator[Struct]:
         if not choice.has_begun:
             choice.has_begun = True
             first = self._chunk(replies.ChatChunkChoice(choice.index, replies.ChatDelta("", "assistant"), None, None))
@@ -93,7 +96,7 @@ class ChatAnswer:
                     choice.index, replies.ChatDelta(), None, piece.finish.reason, _stop_reason(piece)
                 )
             )
-            last.timings = UNSET if self._asked.includes_usage else self._tally.timings()
+            last.timings = timings
             yield last
         elif piece.text or piece.logprobs:
             logprobs = self._logprobs(piece.logprobs) if piece.logprobs else None
@@ -155,15 +158,18 @@ class CompletionAnswer:
             self._prompts[prompt] += piece.tokens
             return
         choice = self._choices[prompt * self._asked.n + piece.sample]
+        timings: replies.Timings | UnsetType = UNSET
         if isinstance(piece, SampleEnd):
             choice.end = piece
-            self._tally.add(prompt, piece)
+            timings = self._tally.add(prompt, piece)
         if self._asked.is_stream:
-            yield from self._events(choice, piece)
+            yield from self._events(choice, piece, UNSET if self._asked.includes_usage else timings)
         elif isinstance(piece, Delta):
             _keep(choice, piece)
 
-    def _events(self, choice: _Choice, piece: Delta | SampleEnd) -> Iterator[Struct]:
+    def _events(
+        self, choice: _Choice, piece: Delta | SampleEnd, timings: replies.Timings | UnsetType
+    ) -> Iterator[Struct]:
         if not choice.has_begun:
             choice.has_begun = True
             text, entries, table = self._beginning(choice)
@@ -171,7 +177,7 @@ class CompletionAnswer:
                 yield self._reply([self._choice(choice, text, entries, None, table)])
         if isinstance(piece, SampleEnd):
             last = self._reply([self._choice(choice, "", [], piece)])
-            last.timings = UNSET if self._asked.includes_usage else self._tally.timings()
+            last.timings = timings
             yield last
         elif piece.text or piece.logprobs:
             yield self._reply([self._choice(choice, piece.text, piece.logprobs, None)])

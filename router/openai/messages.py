@@ -91,9 +91,15 @@ def contract_error(
 ) -> SplitserveError:
     """`error` with the field at fault by its name in this API."""
     name = (error.field or "").removeprefix("sampling_params.")
-    if name == "max_tokens" and isinstance(request, ChatCompletionRequest) and request.max_completion_tokens:
-        name = "max_completion_tokens"
-    error.field = _PARAMS.get(name, name) or None
+    ours = _PARAMS.get(name, name)
+    if isinstance(request, ChatCompletionRequest):
+        if name == "max_tokens" and request.max_completion_tokens is not None:
+            ours = "max_completion_tokens"
+        elif name == "logprobs":  # a number there, here a switch and a number
+            ours = "top_logprobs"
+    error.field = ours or None
+    if name and error.message.startswith(f"{name} "):
+        error.message = ours + error.message.removeprefix(name)
     return error
 
 

@@ -5,10 +5,12 @@ edges. `messages` makes the contract's own request of
 one: an option is read here, given its meaning there, and checked in the same place as over gRPC.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from router import sampling
 from splitserve.models.chat_template import ROLES
@@ -29,6 +31,35 @@ RENAMED_ROLES = {"developer": "system"}
 DEFAULT_MAX_TOKENS = 16
 
 
+# Far more than any context holds or any client asks at once. A body is read and judged on the event loop: larger ones
+# would hold up everybody's tokens.
+MAX_PROMPTS = 256
+MAX_PROMPT_IDS = 2_000_000
+MAX_MESSAGES = 10_000
+
+_TOKEN_ID = re.compile(r"-?(0|[1-9][0-9]{0,17})")
+INVALID_UNICODE = "invalid_unicode"
+
+
+def _unicode(text: str) -> str:
+    """JSON can hold what is no text: half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        character = f"U+{ord(text[error.start]):04X}"
+        raise PydanticCustomError(
+            INVALID_UNICODE, "is no valid Unicode: a lone surrogate {character}", {"character": character}
+        ) from None
+    return text
+
+
+def _all_unicode(texts: Iterable[str]) -> list[str]:
+    return [_unicode(text) for text in texts]
+
+
+Text = Annotated[str, AfterValidator(_unicode)]
+
+
 def _is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and -_INT64 <= value < _INT64
 
@@ -36,10 +67,11 @@ def _is_id(value: object) -> bool:
 def _read_prompts(value: object) -> list[str] | list[list[int]]:
     """One or several prompts, each a text or token ids."""
     if isinstance(value, str):
-        return [value]
+        return [_unicode(value)]
     if isinstance(value, list) and value:
+        _check_size(value)
         if all(isinstance(each, str) for each in value):
-            return value
+            return _all_unicode(value)
         if all(map(_is_id, value)):
             return [value]
         if all(isinstance(each, list) and all(map(_is_id, each)) for each in value):
@@ -47,24 +79,33 @@ def _read_prompts(value: object) -> list[str] | list[list[int]]:
     raise ValueError("must be a string, token ids or a list of either, and no list may be empty")
 
 
+def _check_size(value: list[object]) -> None:
+    """Before anything is done for each of its elements."""
+    if isinstance(value[0], str | list) and len(value) > MAX_PROMPTS:
+        raise ValueError(f"has {len(value)} prompts; at most {MAX_PROMPTS} are allowed")
+    num_ids = sum(len(each) for each in value if isinstance(each, list)) if isinstance(value[0], list) else len(value)
+    if num_ids > MAX_PROMPT_IDS:
+        raise ValueError(f"has {num_ids} token ids; at most {MAX_PROMPT_IDS} are allowed")
+
+
 def _read_stop(value: object) -> list[str]:
     if isinstance(value, str):
-        return [value]
+        return [_unicode(value)]
     if isinstance(value, list) and all(isinstance(each, str) for each in value):
-        return value
+        return _all_unicode(value)
     raise ValueError("must be a string or a list of strings")
 
 
 def _read_content(value: object) -> str:
     """A message's text; in the API's other form it comes as a list of parts."""
     if isinstance(value, str):
-        return value
+        return _unicode(value)
     if isinstance(value, list):
         if all(
             isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
             for part in value
         ):
-            return "".join(part["text"] for part in value)
+            return _unicode("".join(part["text"] for part in value))
         raise ValueError("must have parts of type text only: this model reads nothing else")
     raise ValueError("must be a string or a list of text parts")
 
@@ -72,13 +113,18 @@ def _read_content(value: object) -> str:
 def _read_bias(value: object) -> dict[int, float]:
     if not isinstance(value, dict):
         raise ValueError("must be an object from token ids to numbers")
+    if len(value) > sampling.MAX_BIASED_TOKENS:
+        raise ValueError(f"has {len(value)} entries; at most {sampling.MAX_BIASED_TOKENS} are allowed")
     bias: dict[int, float] = {}
     for key, number in value.items():
-        if not (isinstance(key, str) and key.lstrip("-").isdecimal() and _is_id(int(key[:20]))):
+        if not (isinstance(key, str) and _TOKEN_ID.fullmatch(key)):
             raise ValueError(f"names {key[:50]!r}, which is no token id")
         if not isinstance(number, int | float) or isinstance(number, bool):
             raise ValueError(f"of token {key} must be a number")
-        bias[int(key)] = float(number)
+        try:
+            bias[int(key)] = float(number)
+        except OverflowError:
+            raise ValueError(f"of token {key} is out of range") from None
     return bias
 
 
@@ -111,9 +157,9 @@ Prompts = Annotated[
     BeforeValidator(_read_prompts),
     _schema(
         _TEXT,
-        {"type": "array", "items": _TEXT, "minItems": 1},
+        {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": MAX_PROMPTS},
         _IDS,
-        {"type": "array", "items": _IDS, "minItems": 1},
+        {"type": "array", "items": _IDS, "minItems": 1, "maxItems": MAX_PROMPTS},
     ),
 ]
 Stop = Annotated[
@@ -147,7 +193,7 @@ Bias = Annotated[
                 "minimum": -sampling.MAX_BIAS,
                 "maximum": sampling.MAX_BIAS,
             },
-            "propertyNames": {"pattern": "^[0-9]{1,18}$"},
+            "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,17})$"},
             "maxProperties": sampling.MAX_BIASED_TOKENS,
         },
         _NULL,
@@ -155,7 +201,7 @@ Bias = Annotated[
 ]
 
 
-Role = Annotated[str, WithJsonSchema({"type": "string", "enum": [*ROLES, *RENAMED_ROLES]})]
+Role = Annotated[Text, WithJsonSchema({"type": "string", "enum": [*ROLES, *RENAMED_ROLES]})]
 
 
 class _Strict(BaseModel):
@@ -172,19 +218,28 @@ class StreamOptions(_Strict):
 class ChatMessage(_Strict):
     role: Role
     content: Content
-    name: str | None = Field(None, description="Without effect: chat templates do not know it.")
-    tool_call_id: str | None = Field(None, description="Without effect.")
+    name: Text | None = Field(None, description="Without effect: chat templates do not know it.")
+    tool_call_id: Text | None = Field(None, description="Without effect.")
+    # What a client has that sends an answer back as it got it; null there, and only so here.
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class ResponseFormat(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
-    type: str
+    type: Text
 
 
 class _Sampled(_Strict):
     """What chat and text completions share. Defaults are in docs/api.md."""
 
-    model: str | None = Field(None, description="The served model's name; absent is the one that is served.")
+    model: Text | None = Field(None, description="The served model's name; absent is the one that is served.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Int32 | None = _between(1, sampling.MAX_SAMPLES, "Samples of each prompt.")
@@ -196,7 +251,7 @@ class _Sampled(_Strict):
     logit_bias: Bias = None
     stop: Stop = None
     seed: Seed | None = None
-    user: str | None = Field(None, description="Without effect.")
+    user: Text | None = Field(None, description="Without effect.")
     # Beyond OpenAI's own, by vLLM's names.
     top_k: Int32 | None = _between(sampling.ALL_TOKENS)
     min_p: float | None = _between(0, 1)
@@ -207,7 +262,7 @@ class _Sampled(_Strict):
     prompt_logprobs: Int32 | None = _between(0, sampling.MAX_LOGPROBS)
     priority: Int32 | None = None
     timings: bool | None = Field(None, description="Whether the reply is to say where the time went.")
-    request_id: str | None = Field(None, description="Your own name for the request, for the logs.")
+    request_id: Text | None = Field(None, description="Your own name for the request, for the logs.")
     # Until they exist they are refused by name.
     response_format: ResponseFormat | None = Field(None, description="Only of type text.")
     tools: list[Any] | None = Field(None, description="Not supported: refused unless empty.")
@@ -222,11 +277,11 @@ class CompletionRequest(_Sampled):
     logprobs: Int32 | None = _between(0, sampling.MAX_LOGPROBS, "So many of the likeliest tokens with each token.")
     echo: bool | None = None
     best_of: Int32 | None = Field(None, description="Not supported: refused unless 1.")
-    suffix: str | None = Field(None, description="Not supported: refused unless empty.")
+    suffix: Text | None = Field(None, description="Not supported: refused unless empty.")
 
 
 class ChatCompletionRequest(_Sampled):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Messages
     max_completion_tokens: Int32 | None = _between(1, description="The newer name of max_tokens.")
     logprobs: bool | None = None
     top_logprobs: Int32 | None = _between(
@@ -235,18 +290,18 @@ class ChatCompletionRequest(_Sampled):
     # What clients send of their own accord, and what changes nothing here.
     metadata: Json | None = Field(None, description="Without effect.")
     store: bool | None = Field(None, description="Without effect: nothing is stored.")
-    service_tier: str | None = Field(None, description="Without effect.")
+    service_tier: Text | None = Field(None, description="Without effect.")
     parallel_tool_calls: bool | None = Field(None, description="Without effect while there are no tools.")
 
 
 class TokenizeRequest(_Strict):
     """One of `prompt` and `messages`."""
 
-    model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    model: Text | None = None
+    prompt: Text | None = None
+    messages: Messages | None = None
 
 
 class DetokenizeRequest(_Strict):
-    model: str | None = None
-    tokens: list[int]
+    model: Text | None = None
+    tokens: Annotated[list[int], Field(max_length=MAX_PROMPT_IDS)]

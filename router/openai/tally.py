@@ -15,10 +15,12 @@ class Tally:
         self._last_ends: dict[int, SampleEnd] = {}
         self._num_tokens = 0
 
-    def add(self, prompt: int, end: SampleEnd) -> None:
+    def add(self, prompt: int, end: SampleEnd) -> replies.Timings | UnsetType:
+        """What there is to tell with the end: `timings` with the last one."""
         self._num_to_end -= 1
         self._last_ends[prompt] = end
         self._num_tokens += end.num_tokens
+        return self.timings()
 
     @property
     def _num_cached_tokens(self) -> int:

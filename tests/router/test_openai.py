@@ -118,6 +118,7 @@ async def test_timings_of_several_prompts_leave_one_out() -> None:
         *chunks, last, _ = await stream(client, "text", **body)
         assert [chunk["choices"][0]["finish_reason"] for chunk in chunks].count("length") == 1
         assert last["timings"]["transfer_bytes"] == 2 * TRANSFER_BYTES
+        assert not any("timings" in chunk for chunk in chunks), "they are of one prompt only"
 
 
 async def test_several_prompts_are_mixed_up() -> None:
@@ -170,8 +171,11 @@ async def test_prompts_that_fall_with_another_one_count_as_left_by_the_client() 
 class Wire:
     """The server's side of one exchange, in which the client reads what it likes to."""
 
-    def __init__(self, *prompts: str) -> None:
-        body = json.dumps({"prompt": list(prompts), "stream": True}).encode()
+    def __init__(self, *prompts: str, blocks_at: bytes = b"", **options: object) -> None:
+        """It reads nothing from the last event on, or from the one that has `blocks_at`."""
+        self._blocks_at = blocks_at
+        self.is_blocked = False
+        body = json.dumps({"prompt": list(prompts), "stream": True} | options).encode()
         self._incoming = [{"type": "http.request", "body": body, "more_body": False}]
         self.sent: list[Any] = []
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
@@ -190,7 +194,9 @@ class Wire:
         return self._incoming.pop()
 
     async def send(self, message: Any) -> None:
-        if not message.get("more_body", True):
+        is_unread = self._blocks_at and self._blocks_at in message.get("body", b"")
+        if is_unread or not message.get("more_body", True):
+            self.is_blocked = True
             await asyncio.Event().wait()
         await asyncio.sleep(0.01)
         self.sent.append(message)
@@ -331,6 +337,120 @@ async def test_body_without_end_is_read(says_its_size: bool, monkeypatch: pytest
         content = b" " * 10_000 if says_its_size else pieces()
         response = await client.post(PATHS["text"], content=content, headers={"content-type": "application/json"})
         assert (response.status_code, response.json()["error"]["code"]) == (413, "request_too_large")
+
+
+LONE = "a\ud800"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (PATHS["text"], {"prompt": LONE}, "prompt"),
+        (PATHS["text"], {"prompt": ["a", LONE]}, "prompt"),
+        (PATHS["text"], TEXT | {"stop": LONE}, "stop"),
+        (PATHS["text"], TEXT | {"stop": ["b", LONE]}, "stop"),
+        (PATHS["text"], TEXT | {"model": LONE}, "model"),
+        (PATHS["text"], TEXT | {"request_id": LONE}, "request_id"),
+        (PATHS["text"], TEXT | {"user": LONE}, "user"),
+        (PATHS["text"], TEXT | {"suffix": LONE}, "suffix"),
+        (PATHS["chat"], {"messages": [{"role": "user", "content": LONE}]}, "messages.0.content"),
+        (PATHS["chat"], {"messages": [{"role": LONE, "content": "hi"}]}, "messages.0.role"),
+        (PATHS["chat"], CHAT | {"response_format": {"type": LONE}}, "response_format.type"),
+        ("/tokenize", {"prompt": LONE}, "prompt"),
+        ("/tokenize", {"prompt": "a", "model": LONE}, "model"),
+        ("/detokenize", {"tokens": [1], "model": LONE}, "model"),
+    ],
+)
+async def test_half_a_surrogate_pair_is_our_fault(path: str, body: dict[str, Any], param: str) -> None:
+    """C57: JSON can hold what is no text."""
+    async with http(Edge()) as client:
+        response = await client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+        error = response.json()["error"]
+        assert (response.status_code, error["param"], error["code"]) == (400, param, "invalid_unicode")
+        assert "U+D800" in error["message"]
+
+
+async def test_error_that_repeats_what_is_no_text_breaks_the_answer() -> None:
+    async with http(Edge()) as client:
+        body = json.dumps(CHAT | {LONE: 1})
+        response = await client.post(PATHS["chat"], content=body, headers={"content-type": "application/json"})
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_request")
+
+
+@pytest.mark.parametrize(
+    "bias",
+    ['{"000000000000000000019999999999": 1}', f'{{"5": 1{"0" * 400}}}', '{"05": 1}', '{"--5": 1}', '{"²": 1}'],
+)
+async def test_number_that_fits_nowhere_is_our_fault(bias: str) -> None:
+    """C61."""
+    async with http(Edge()) as client:
+        body = f'{{"prompt": "a", "logit_bias": {bias}}}'
+        response = await client.post(PATHS["text"], content=body, headers={"content-type": "application/json"})
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, "logit_bias")
+        assert "literal" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "number"),
+    [
+        (PATHS["text"], {"prompt": [[5]] * 100_000}, "prompt", "100000"),
+        (PATHS["text"], {"prompt": ["a"] * 257}, "prompt", "256"),
+        (PATHS["text"], {"prompt": [5] * 2_000_001}, "prompt", "2000001"),
+        (PATHS["text"], {"prompt": [[5] * 1_000_001] * 2}, "prompt", "2000002"),
+        (PATHS["text"], TEXT | {"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "1024"),
+        (PATHS["chat"], {"messages": CHAT["messages"] * 10_001}, "messages", "10000"),
+        ("/detokenize", {"tokens": [1] * 2_000_001}, "tokens", "2000000"),
+    ],
+)
+async def test_long_list_holds_up_the_router(path: str, body: dict[str, Any], param: str, number: str) -> None:
+    """C53: it is refused with the number, before anything is done for each of its elements."""
+    edge = Edge()
+    async with http(edge) as client:
+        response = await client.post(path, json=body)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, param)
+        assert number in error["message"]
+        assert edge.outcomes() == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+    ],
+)
+async def test_refusal_names_an_option_that_was_not_sent(options: dict[str, Any], param: str) -> None:
+    async with http(Edge()) as client:
+        response = await client.post(PATHS["chat"], json=CHAT | options)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, param)
+        assert error["message"].startswith(f"{param} ")
+
+
+async def test_answer_that_is_sent_back_is_refused() -> None:
+    """As OpenAI's own client writes a message out, with everything that it lacks."""
+    answer = {"role": "assistant", "content": "hello"}
+    lacks = dict.fromkeys(("refusal", "audio", "function_call", "tool_calls", "annotations"))
+    async with http(Edge()) as client:
+        for more in (lacks, lacks | {"tool_calls": [], "annotations": []}):
+            assert await ask(client, "chat", messages=[*CHAT["messages"], answer | more, *CHAT["messages"]])
+        body = {"messages": [*CHAT["messages"], answer | {"tool_calls": [{}]}]}
+        assert (await client.post(PATHS["chat"], json=body)).json()["error"]["param"] == "messages.1.tool_calls"
+
+
+async def test_body_that_is_not_said_to_be_json_is_refused_vaguely() -> None:
+    async with http(Edge()) as client:
+        response = await client.post(PATHS["text"], content=json.dumps(TEXT))
+        assert response.status_code == 400
+        assert "application/json" in response.json()["error"]["message"]
+        body = f'{{"prompt": "a", "seed": 1{"0" * 5000}}}'
+        response = await client.post(PATHS["text"], content=body, headers={"content-type": "application/json"})
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "malformed_message")
 
 
 async def test_options_are_lost_on_the_way() -> None:
@@ -634,3 +754,14 @@ async def test_document_names_other_ranges_than_are_refused() -> None:
             for value in bad:
                 response = await client.post(PATHS["text"], json=TEXT | {name: value})
                 assert (response.status_code, response.json()["error"]["param"]) == (400, name), (value, response.text)
+
+
+async def test_client_that_reads_slowly_holds_workers_of_a_sample_that_has_ended() -> None:
+    """C18: a stop string ends it here, and the worker is told before the client is."""
+    edge = Edge(FakeDispatcher(lambda _: [*tokens("abc", None), Wait()]))
+    wire = Wire("x", stop="c", blocks_at=b'"finish_reason":"stop"')
+    running = asyncio.create_task(run(edge, wire))
+    await until(lambda: wire.is_blocked)
+    assert edge.dispatcher.generations[0].stopped == [0]
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
