@@ -3,6 +3,7 @@
 Made by `serving`, one for each sample.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from router.request import FinishReason, Sampling, TokenEvent
@@ -28,10 +29,13 @@ class OutputDelta:
 
 
 class SampleOutput:
-    """Takes the sample's events in order until one gives a `finish`; tokens after that do not exist for the client."""
+    """Takes the sample's events in order until one gives a `finish`; tokens after that do not exist for the client.
 
-    def __init__(self, detokenizer: Detokenizer, sampling: Sampling) -> None:
-        self._text = TextStream(detokenizer, sampling.stop, sampling.min_tokens)
+    `context` are the tokens that its text goes on from.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, sampling: Sampling, context: Sequence[int] = ()) -> None:
+        self._text = TextStream(detokenizer, sampling.stop, sampling.min_tokens, context)
         self._stop_token_ids = frozenset(sampling.stop_token_ids)
         self.num_tokens = 0
 

@@ -34,6 +34,9 @@ from splitserve.v1 import inference_pb2 as pb
 # A client's own deadline ends the call from its side a little before ours does: still a deadline, not a change of mind.
 _DEADLINE_SLACK_S = 0.25
 
+# Of a text, these say how the next token is to be read.
+_CONTEXT_TOKENS = 16
+
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 _log = structlog.get_logger(__name__)
@@ -157,7 +160,14 @@ class Serving:
             raise
         record.admit(len(request.prompt_ids))
         try:
-            finish = await self._stream(request, generation, client, record, wants_timings=message.timings)
+            finish = await self._stream(
+                request,
+                generation,
+                client,
+                record,
+                wants_timings=message.timings,
+                continues_text=not message.HasField("chat"),  # the answer to a chat is a text of its own
+            )
         except (Overloaded, Unavailable, asyncio.CancelledError):
             if generation.attempts == 0:
                 record.refuse()
@@ -174,9 +184,11 @@ class Serving:
         record: RequestRecord,
         *,
         wants_timings: bool,
+        continues_text: bool,
     ) -> Finish:
         """Until every sample is finished; the last one's finish stands for the request."""
-        outputs = [SampleOutput(self._detokenizer, request.sampling) for _ in range(request.sampling.n)]
+        context = request.prompt_ids[-_CONTEXT_TOKENS:] if continues_text else ()
+        outputs = [SampleOutput(self._detokenizer, request.sampling, context) for _ in range(request.sampling.n)]
         unfinished = set(range(len(outputs)))
         gathered = _Gathered()
         async for event in generation:

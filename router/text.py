@@ -4,6 +4,7 @@ The edge that streams to the client owns one `TextStream` per sample. Stop strin
 this is the one place that can find them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -91,11 +92,20 @@ class TextStream:
     """One sample's text. Feed every token that is to be shown, once and in order, then `finish`.
 
     The pieces put together are the one-shot decoding of all tokens, up to a stop string. Stop strings are not looked
-    for in the text of the first tokens, while there are fewer than `min_tokens`.
+    for in the text of the first tokens, while there are fewer than `min_tokens`. With `context`, tokens before the first
+    one that are not to be shown, they are that part of the decoding of all: some tokenizers drop a space at the start.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stop: tuple[str, ...] = (), min_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stop: tuple[str, ...] = (),
+        min_tokens: int = 0,
+        context: Sequence[int] = (),
+    ) -> None:
         self._decoder = detokenizer.decode_stream()
+        for token_id in context:
+            self._decoder.step(token_id)
         self._matcher = StopMatcher(stop)
         self._min_tokens = min_tokens
         self._num_tokens = 0

@@ -9,9 +9,19 @@ import pytest
 
 from router.openai import exchange, replies
 from router.request import FinishReason, GenerationRequest, PromptLogprobs, TokenEvent, TokenLogprobs
+from splitserve.models.detokenizer import DecodeStream
 from splitserve.service.errors import Internal, Overloaded, Unavailable
 from tests.router.edge import Edge, assemble, http, http_app, until
-from tests.router.fakes import TRANSFER_BYTES, FakeDispatcher, Step, Wait, events, model_description, tokens
+from tests.router.fakes import (
+    TRANSFER_BYTES,
+    ByteTokenizer,
+    FakeDispatcher,
+    Step,
+    Wait,
+    events,
+    model_description,
+    tokens,
+)
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 TEXT: dict[str, Any] = {"prompt": "hi"}
@@ -765,3 +775,33 @@ async def test_client_that_reads_slowly_holds_workers_of_a_sample_that_has_ended
     assert edge.dispatcher.generations[0].stopped == [0]
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
+
+
+class DropsASpace(ByteTokenizer):
+    """As SentencePiece's do: the first space of a text is no part of it."""
+
+    def decode_stream(self, skip_special_tokens: bool = True) -> DecodeStream:
+        whole = super().decode_stream(skip_special_tokens)
+
+        class Stream:
+            is_first = True
+
+            def step(self, token_id: int) -> str | None:
+                text = whole.step(token_id)
+                if text and self.is_first:
+                    self.is_first = False
+                    return text.removeprefix(" ")
+                return text
+
+            def flush(self) -> str | None:
+                return whole.flush()
+
+        return Stream()
+
+
+@pytest.mark.parametrize(("kind", "text"), [("chat", "hello"), ("text", " hello")])
+async def test_completion_loses_the_space_before_it(kind: str, text: str) -> None:
+    """C19: it goes on from the prompt's text, where the answer to a chat is a text of its own."""
+    async with http(Edge(FakeDispatcher(lambda _: tokens(" hello")), tokenizer=DropsASpace())) as client:
+        choice = (await ask(client, kind))["choices"][0]
+        assert (choice["message"]["content"] if kind == "chat" else choice["text"]) == text

@@ -58,6 +58,19 @@ def test_pieces_together_are_another_text(kind: str, data: st.DataObject, decode
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_text_that_goes_on_loses_a_space(kind: str, data: st.DataObject, decoders: dict[str, Decoder]) -> None:
+    """C19: prompt and output together are the one-shot decoding of both."""
+    decoder = decoders[kind]
+    drawn = st.lists(st.integers(0, decoder.num_ids - 1), max_size=20)
+    prompt, ids = data.draw(drawn), data.draw(drawn)
+    before, whole = decoder.text(prompt), decoder.text(prompt + ids)
+    if "\ufffd" not in before and (kind != "byte fallback" or "\ufffd" not in whole):
+        assert before + shown(TextStream(decoder, context=prompt), ids)[0] == whole
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_stop_string_over_token_borders_is_missed_or_shown(
     kind: str, data: st.DataObject, decoders: dict[str, Decoder]
 ) -> None:
