@@ -92,8 +92,8 @@ class TextStream:
     """One sample's text. Feed every token that is to be shown, once and in order, then `finish`.
 
     The pieces put together are the one-shot decoding of all tokens, up to a stop string. Stop strings are not looked
-    for in the text of the first tokens, while there are fewer than `min_tokens`. With `context`, tokens before the first
-    one that are not to be shown, they are that part of the decoding of all: some tokenizers drop a space at the start.
+    for in the text of the first tokens, while there are fewer than `min_tokens`. `context` are tokens before the first
+    one, not to be shown: the pieces are their part of the decoding of all, at whose start some tokenizers drop a space.
     """
 
     def __init__(
