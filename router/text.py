@@ -16,7 +16,7 @@ class TokenDecoder(Protocol):
         """The text that this token completes; None while a character is not whole yet."""
 
     def flush(self) -> str | None:
-        """What is left when no token follows, such as the mark for a character that never became whole."""
+        """What is left, such as the mark for a character that never became whole; what follows it begins anew."""
 
 
 class Detokenizer(Protocol):
@@ -106,6 +106,7 @@ class TextStream:
         self._decoder = detokenizer.decode_stream()
         for token_id in context:
             self._decoder.step(token_id)
+        self._decoder.flush()  # a character that is not whole there is the context's, and broken
         self._matcher = StopMatcher(stop)
         self._min_tokens = min_tokens
         self._num_tokens = 0

@@ -81,7 +81,8 @@ class WindowStream:
 
     def flush(self) -> str | None:
         added = self._decode(self._ids)[len(self._shown) :]
-        self._ids, self._num_shown_ids, self._shown = [], 0, ""
+        if added:  # else what has been shown stays in front
+            self._ids, self._num_shown_ids, self._shown = [], 0, ""
         return added or None
 
 
