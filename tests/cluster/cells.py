@@ -1,6 +1,7 @@
 """One cell of the fault matrix: a request that is held in a stage, a fault that strikes it there, and what must hold
 whatever the cell: the text is exact, others notice nothing, and the books balance."""
 
+import itertools
 import os
 import signal
 import time
@@ -11,12 +12,13 @@ from typing import Any
 import pytest
 
 from splitserve.client.types import Generation
-from tests.cluster.fault_bench import HEARTBEAT_TIMEOUT_S, FaultBench, Running, is_stopped, stopped
+from tests.cluster.fault_bench import HEARTBEAT_TIMEOUT_S, FaultBench, Running, stopped
 from tests.cluster.harness import PATIENCE_S, Process, wait_for
 from tests.cluster.stages import STAGES
 from tests.cluster.test_exact import prompt_of
 from tests.cluster.test_watchdog import is_alive
 
+HELD_IN_TRANSFER = ("transferring", "finishing")
 PROMPT_TOKENS = 600  # several chunks and messages of blocks
 
 
@@ -67,12 +69,22 @@ def cut_stream(bench: FaultBench, victim: Running, process: Process) -> None:
     bench.proxy.cut(next(w["id"] for w in bench.cluster.state()["workers"] if w["pid"] == process.pid))
 
 
-def cut_link(bench: FaultBench, victim: Running, process: Process) -> None:
-    """`process` is the prefill worker: its next message goes nowhere, and the connection ends."""
+def cut_link(bench: FaultBench, process: Process, stage: str) -> None:
+    """The next message on the links of this prefill worker goes nowhere, and the connection ends. Where all that the
+    request sends is held back already, that is the first answer to it."""
     before = process.num_events("fault")
-    process.set_plan({"kind": "cut", "message": "*"})
-    if not is_stopped(process.engine_pid()):  # else it is cut as soon as the engine goes on
-        wait_for("the link to be cut", lambda: process.num_events("fault") > before)
+    process.set_plan({"kind": "cut", "message": "*", "direction": "in" if stage in HELD_IN_TRANSFER else "out"})
+    if stage in ("queued", "reserved", "prefilling"):
+        return  # it is the request's own, once that goes on
+    is_idle = stage not in HELD_IN_TRANSFER  # links carry nothing then, unless others ask for something
+    seeds = itertools.count()
+
+    def is_cut() -> bool:
+        if is_idle:
+            bench.run(prompt_of(20, seed=next(seeds)), max_tokens=2).result()
+        return process.num_events("fault") > before
+
+    wait_for("the link to be cut", is_cut)
 
 
 FAULTS: dict[str, Callable[[FaultBench, Running, Process], None]] = {
@@ -82,7 +94,6 @@ FAULTS: dict[str, Callable[[FaultBench, Running, Process], None]] = {
     "term": ask_to_end,
     "freeze": freeze,
     "cut": cut_stream,
-    "cut_link": cut_link,
 }
 
 
@@ -116,9 +127,15 @@ def _strike(bench: FaultBench, cell: Cell, prompt: list[int], options: dict[str,
             other.wait_tokens(3)
         role = "prefill" if cell.target == "link" else cell.target
         process = bench.cluster.of_role(role)[0] if cell.stage == "queued" else bench.worker_of(victim, role)
-        FAULTS["cut_link" if cell.target == "link" else cell.fault](bench, victim, process)
+        num_cuts = process.num_events("fault")
+        if cell.target == "link":
+            cut_link(bench, process, cell.stage)
+        else:
+            FAULTS[cell.fault](bench, victim, process)
     answer = victim.result()
     undisturbed = other.result()
+    if cell.target == "link" and cell.stage != "queued":  # there it may be another one's turn
+        assert process.num_events("fault") > num_cuts
     bench.plan()
     assert undisturbed.attempts == 1 or cell.stage == "queued"
     # Only decode carries a request: a prefill worker and its links are replaced within the attempt.

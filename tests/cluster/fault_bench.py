@@ -235,10 +235,6 @@ def signal_all(number: int, *pids: int) -> None:
             os.kill(pid, number)
 
 
-def is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-
-
 @contextlib.contextmanager
 def stopped(*pids: int) -> Iterator[None]:
     signal_all(signal.SIGSTOP, *pids)
