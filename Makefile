@@ -13,10 +13,11 @@ serve: $(STAMP)
 	$(BIN)/splitserve up
 
 # Every test that needs neither Docker nor hours. Those without a cluster share the cores, file by file; a cluster of real
-# processes wants them all. The second part runs also when the first one fails.
+# processes wants them all. The second part runs also when the first one fails; a test process that dies is not replaced,
+# because pytest-xdist then waits for ever.
 test: $(STAMP)
 	@failed=0; \
-	$(BIN)/python -m pytest -m "not cluster and not e2e and not faults" -n auto --maxprocesses 4 --dist loadfile || failed=1; \
+	$(BIN)/python -m pytest -m "not cluster and not e2e and not faults" -n auto --maxprocesses 4 --dist loadfile --max-worker-restart 0 || failed=1; \
 	$(BIN)/python -m pytest -m "cluster and not e2e and not faults" || failed=1; \
 	exit $$failed
 
