@@ -46,7 +46,6 @@ class LegSearch:
     def next_leg(self, num_tokens: int) -> Leg | None:
         """With room promised on its worker; None while none has room. Raises `why` where it is of no use to wait."""
         leg = self._legs.next_leg(self._decode, num_tokens, self._unwanted, self._inbox)
-        is_hopeful = self._clock() < self._until and self._legs.has_prefill(self._decode, num_tokens)
-        if leg is None and not is_hopeful:
+        if leg is None and not (self._clock() < self._until and self._legs.has_prefill(self._decode, num_tokens)):
             raise self.why
         return leg

@@ -5,6 +5,7 @@ with index `prompt * n + sample` is one sample's. State of one request; nothing 
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -57,21 +58,21 @@ class _Choice:
         self.has_begun = False
 
 
-class ChatAnswer:
-    """`chat.completion`, or its chunks: the first has the role, the last the reason."""
+class _Choices(ABC):
+    """What both shapes do with a piece. Each shows the events of one choice in its own."""
 
     def __init__(self, asked: Asked, texts: TokenTexts) -> None:
         self._asked = asked
         self._texts = texts
-        self._tally = Tally(asked.num_prompts * asked.n)
-        self._choices = [_Choice(index) for index in range(asked.n)]
-        self._prompt: list[TokenLogprobs] = []
+        self._choices = [_Choice(index) for index in range(asked.num_prompts * asked.n)]
+        self._tally = Tally(len(self._choices))
+        self._prompts: list[list[TokenLogprobs]] = [[] for _ in range(asked.num_prompts)]
 
     def take(self, prompt: int, piece: Piece) -> Iterator[Struct]:
         if isinstance(piece, PromptLogprobs):
-            self._prompt += piece.tokens
+            self._prompts[prompt] += piece.tokens
             return
-        choice = self._choices[piece.sample]
+        choice = self._choices[prompt * self._asked.n + piece.sample]
         timings: replies.Timings | UnsetType = UNSET
         if isinstance(piece, SampleEnd):
             choice.end = piece
@@ -81,6 +82,16 @@ class ChatAnswer:
         elif isinstance(piece, Delta):
             _keep(choice, piece)
 
+    @abstractmethod
+    def _events(
+        self, choice: _Choice, piece: Delta | SampleEnd, timings: replies.Timings | UnsetType
+    ) -> Iterator[Struct]:
+        """What a stream shows of `choice` for the piece; `timings` are to be told with it, where there are any."""
+
+
+class ChatAnswer(_Choices):
+    """`chat.completion`, or its chunks: the first has the role, the last the reason."""
+
     def _events(
         self, choice: _Choice, piece: Delta | SampleEnd, timings: replies.Timings | UnsetType
     ) -> Iterator[Struct]:
@@ -88,7 +99,7 @@ class ChatAnswer:
             choice.has_begun = True
             first = self._chunk(replies.ChatChunkChoice(choice.index, replies.ChatDelta("", "assistant"), None, None))
             if choice.index == 0:
-                first.prompt_logprobs = _prompt_table(self._asked, self._texts, self._prompt)
+                first.prompt_logprobs = _prompt_table(self._asked, self._texts, self._prompts[0])
             yield first
         if isinstance(piece, SampleEnd):
             last = self._chunk(
@@ -115,7 +126,7 @@ class ChatAnswer:
             self._asked.model,
             [self._whole_choice(choice) for choice in self._choices],
             self._tally.usage(),
-            _prompt_table(self._asked, self._texts, self._prompt),
+            _prompt_table(self._asked, self._texts, self._prompts[0]),
             self._tally.timings(),
         )
 
@@ -142,30 +153,12 @@ class ChatAnswer:
         return replies.TokenLogprob(text, finite(entry.logprob), own, top)
 
 
-class CompletionAnswer:
+class CompletionAnswer(_Choices):
     """`text_completion`, which has the same shape in whole and in chunks."""
 
     def __init__(self, asked: Asked, texts: TokenTexts) -> None:
-        self._asked = asked
-        self._texts = texts
-        self._tally = Tally(asked.num_prompts * asked.n)
-        self._choices = [_Choice(index) for index in range(asked.num_prompts * asked.n)]
+        super().__init__(asked, texts)
         self._offsets = [OffsetText(texts) for _ in self._choices]
-        self._prompts: list[list[TokenLogprobs]] = [[] for _ in range(asked.num_prompts)]
-
-    def take(self, prompt: int, piece: Piece) -> Iterator[Struct]:
-        if isinstance(piece, PromptLogprobs):
-            self._prompts[prompt] += piece.tokens
-            return
-        choice = self._choices[prompt * self._asked.n + piece.sample]
-        timings: replies.Timings | UnsetType = UNSET
-        if isinstance(piece, SampleEnd):
-            choice.end = piece
-            timings = self._tally.add(prompt, piece)
-        if self._asked.is_stream:
-            yield from self._events(choice, piece, UNSET if self._asked.includes_usage else timings)
-        elif isinstance(piece, Delta):
-            _keep(choice, piece)
 
     def _events(
         self, choice: _Choice, piece: Delta | SampleEnd, timings: replies.Timings | UnsetType

@@ -1,8 +1,8 @@
 """What clients send in the OpenAI API, as far as its shape goes; `validation` judges the values.
 
 `routes` declares these types, so they are what `/openapi.json` shows: ranges, too, which `sampling` judges for both
-edges. `messages` makes the contract's own request of
-one: an option is read here, given its meaning there, and checked in the same place as over gRPC.
+edges. `messages` makes the contract's own request of one: an option is read here, given its meaning there, and checked
+in the same place as over gRPC.
 """
 
 import re

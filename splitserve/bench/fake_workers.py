@@ -63,10 +63,12 @@ class FakeWorker:
 
     def report(self) -> None:
         """Load, which is also a sign of life."""
-        running = self._num_running()
+        running = self.num_running
         self.say(load=pb.Load(blocks_free=_BLOCKS - running, blocks_in_use=running, num_running=running))
 
-    def _num_running(self) -> int:
+    @property
+    def num_running(self) -> int:
+        """Sequences."""
         return 0
 
     async def _write(self, stream: Stream) -> None:
@@ -125,9 +127,6 @@ class FakeDecode(FakeWorker):
         """The blocks of the attempt have come; the first token is prefill's."""
         self._positions[attempt] = 1
         self.say(step_tokens=pb.StepTokens(tokens=[pb.Token(attempt_id=attempt, token_id=self._first_id)]))
-
-    def _num_running(self) -> int:
-        return self.num_running
 
     def _on_reserve(self, reserve: pb.Reserve) -> None:
         ticket = pb.Ticket(transfer_id=reserve.attempt_id, sink_worker_id=self.worker_id, num_blocks=1)
