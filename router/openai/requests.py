@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from router import sampling
 from splitserve.models.chat_template import ROLES
+from splitserve.service.unicode import lone_surrogate
 
 _INT32 = 2**31
 _INT64 = 2**63
@@ -43,13 +44,10 @@ INVALID_UNICODE = "invalid_unicode"
 
 def _unicode(text: str) -> str:
     """JSON can hold what is no text: half of a surrogate pair."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        character = f"U+{ord(text[error.start]):04X}"
+    if (found := lone_surrogate(text)) is not None:
         raise PydanticCustomError(
-            INVALID_UNICODE, "is no valid Unicode: a lone surrogate {character}", {"character": character}
-        ) from None
+            INVALID_UNICODE, "is no valid Unicode: a lone surrogate {character}", {"character": found[1]}
+        )
     return text
 
 

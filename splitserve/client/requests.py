@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 from splitserve.client.types import GenerateOptions, Message, ModelInfo, Prompt, SamplingOptions
 from splitserve.service.errors import InvalidRequest
+from splitserve.service.unicode import lone_surrogate
 from splitserve.v1 import inference_pb2
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -134,10 +135,8 @@ def _utf8(text: str) -> str:
     """Refuses what is no text or cannot be encoded; the encoder's own message would repeat the whole prompt."""
     if not isinstance(text, str):
         raise TypeError(f"expected text, got {type(text).__name__}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"character {error.start} is a lone surrogate (U+{ord(text[error.start]):04X})") from None
+    if (found := lone_surrogate(text)) is not None:
+        raise ValueError(f"character {found[0]} is a lone surrogate ({found[1]})")
     return text
 
 

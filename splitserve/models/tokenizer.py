@@ -14,6 +14,7 @@ from splitserve.models.description import read_json
 from splitserve.models.detokenizer import DecodeStream, Detokenizer
 from splitserve.models.special_tokens import add_special_tokens
 from splitserve.service.errors import InvalidRequest
+from splitserve.service.unicode import lone_surrogate
 
 _MAX_TOKEN_ID = 2**32 - 1
 
@@ -84,11 +85,9 @@ class Tokenizer:
         return self._detokenizer.token_bytes(token_id)
 
     def _encode(self, text: str, *, field: str, adds_special_tokens: bool) -> list[int]:
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            message = f"{field} is no valid Unicode: a lone surrogate U+{ord(text[error.start]):04X}"
-            raise InvalidRequest(message, reason="INVALID_UNICODE", field=field) from None
+        if (found := lone_surrogate(text)) is not None:
+            message = f"{field} is no valid Unicode: a lone surrogate {found[1]}"
+            raise InvalidRequest(message, reason="INVALID_UNICODE", field=field)
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=adds_special_tokens)[0].ids
 
 
