@@ -50,6 +50,10 @@ class GenerationRequest:
     priority: int
     deadline: float
     traceparent: str
+    echo: str | None = None
+    "The prompt's text, where the client wants the prompt before the output."
+    shows_output: bool = True
+    "Else it wants the prompt alone: the one token that workers make in any case is nothing to it."
 
 
 class FinishReason(StrEnum):

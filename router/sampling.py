@@ -70,13 +70,18 @@ def with_usable_defaults(model: ModelDescription) -> ModelDescription:
     return replace(model, **unusable)
 
 
-def read_sampling(params: pb.SamplingParams, model: ModelDescription, context_len: int) -> Sampling:
+def read_sampling(
+    params: pb.SamplingParams, model: ModelDescription, context_len: int, *, has_echo: bool = False
+) -> Sampling:
     """Everything that can be judged without the prompt. `max_tokens` is as asked, or all of the context.
 
     Defaults are those of the OpenAI API, overlaid by the model's own. Raises InvalidRequest.
     """
-    if params.HasField("max_tokens") and params.max_tokens < 1:
-        raise _out_of_range("max_tokens", params.max_tokens, "at least 1")
+    least, allowed = 1, "at least 1, or 0 with echo or prompt_logprobs"
+    if has_echo or params.HasField("prompt_logprobs"):
+        least, allowed = 0, "at least 0"
+    if params.HasField("max_tokens") and params.max_tokens < least:
+        raise _out_of_range("max_tokens", params.max_tokens, allowed)
     if params.min_tokens < 0:
         raise _out_of_range("min_tokens", params.min_tokens, "at least 0")
     temperature = _number(params, "temperature", model.default_temperature, 1.0)
@@ -103,7 +108,7 @@ def read_sampling(params: pb.SamplingParams, model: ModelDescription, context_le
 
 def fit_to_room(sampling: Sampling, *, asked: bool, num_prompt_tokens: int, largest: int, limited_by: str) -> Sampling:
     """Gives `max_tokens` its final value: as `asked` if that fits what the prompt leaves of the `largest` sequence that
-    `limited_by` allows, else all of the room.
+    `limited_by` allows, else all of the room; 1 where 0 was asked, because workers make one token in any case.
 
     Raises InvalidRequest where what was asked does not fit.
     """
@@ -118,7 +123,7 @@ def fit_to_room(sampling: Sampling, *, asked: bool, num_prompt_tokens: int, larg
     max_tokens = sampling.max_tokens if asked else room
     if sampling.min_tokens > max_tokens:
         raise _out_of_range("min_tokens", sampling.min_tokens, f"at most max_tokens, which is {max_tokens}")
-    return replace(sampling, max_tokens=max_tokens)
+    return replace(sampling, max_tokens=max(max_tokens, 1))
 
 
 def check_samples(sampling: Sampling, num_prompt_tokens: int, decodes: Sequence[DecodeCapacity]) -> None:

@@ -5,8 +5,9 @@ from typing import Any, TypeVar
 
 import grpc
 
+from router.pieces import Delta, Piece, PromptEcho, SampleEnd
 from router.request import ClusterLimits, PromptLogprobs, TokenLogprobs
-from router.serving import ClientGoneError, Delta, Piece, SampleEnd, Serving, traceparent_of
+from router.serving import ClientGoneError, Serving, traceparent_of
 from router.stages import Timings
 from router.validation import RequestValidator
 from splitserve.models.description import ModelDescription
@@ -76,6 +77,14 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def _tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
         return pb.TokenizeResponse(token_ids=await self._validator.tokenize(request))
 
+    async def Detokenize(  # noqa: N802
+        self, request: pb.DetokenizeRequest, context: Context
+    ) -> pb.DetokenizeResponse:
+        return await _answer(context, self._detokenize(request))
+
+    async def _detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
+        return pb.DetokenizeResponse(text=await self._validator.detokenize(request))
+
 
 class _GrpcClient:
     """Writes pieces as messages of one call."""
@@ -99,6 +108,9 @@ class _GrpcClient:
 
     def _message(self, piece: Piece) -> pb.GenerateResponse:
         match piece:
+            case PromptEcho():
+                chunk = pb.GenerateChunk(prompt_text=piece.text, prompt_token_ids=piece.token_ids)
+                return pb.GenerateResponse(chunk=chunk, request_id=self._request_id)
             case PromptLogprobs():
                 chunk = pb.GenerateChunk(prompt_logprobs=map(_token_logprobs, piece.tokens))
                 return pb.GenerateResponse(chunk=chunk, request_id=self._request_id)

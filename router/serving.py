@@ -6,8 +6,6 @@ task that owns its `Generation`: however the call ends, that task closes the gen
 
 import asyncio
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
 import structlog
@@ -15,8 +13,8 @@ import structlog
 from router.calls import OpenCalls
 from router.metrics import Outcome, RequestRecord, RouterMetrics
 from router.output import Finish, SampleOutput
-from router.request import Dispatcher, Generation, GenerationRequest, PromptLogprobs, TokenEvent, TokenLogprobs
-from router.stages import Timings
+from router.pieces import Gathered, Piece, PromptEcho, SampleEnd
+from router.request import Dispatcher, FinishReason, Generation, GenerationRequest, PromptLogprobs, TokenEvent
 from router.text import Detokenizer
 from router.validation import RequestValidator
 from splitserve.service.errors import (
@@ -40,36 +38,6 @@ _CONTEXT_TOKENS = 16
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 _log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What one token adds to a sample, or several that came together: always their ids, and text that may now be
-    shown. `logprobs` are the tokens', or none."""
-
-    sample: int
-    token_ids: tuple[int, ...]
-    text: str
-    logprobs: tuple[TokenLogprobs, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SampleEnd:
-    """The last word about a sample; counts are in tokens, `seed` is the one in force."""
-
-    sample: int
-    finish: Finish
-    num_prompt_tokens: int
-    num_tokens: int
-    cached_tokens: int
-    seed: int
-    attempts: int
-    timings: Timings | None
-    "Up to this end, if the client asked for them."
-
-
-Piece = PromptLogprobs | Delta | SampleEnd
-"""The prompt's logprobs come first; after a sample's end nothing comes of it."""
 
 
 class ClientGoneError(Exception):
@@ -187,69 +155,68 @@ class Serving:
         continues_text: bool,
     ) -> Finish:
         """Until every sample is finished; the last one's finish stands for the request."""
-        context = request.prompt_ids[-_CONTEXT_TOKENS:] if continues_text else ()
-        outputs = [SampleOutput(self._detokenizer, request.sampling, context) for _ in range(request.sampling.n)]
-        unfinished = set(range(len(outputs)))
-        gathered = _Gathered()
+        samples = _Samples(request, self._detokenizer, record, continues_text=continues_text)
+        # With the first word from the workers, not before: until then the request may be refused.
+        echoes = iter(() if request.echo is None else (PromptEcho(request.echo, request.prompt_ids),))
         async for event in generation:
+            for echo in echoes:
+                await client.write(echo)
             if isinstance(event, PromptLogprobs):
                 await client.write(event)
                 continue
-            finish = None
-            output = outputs[event.sample]
-            if event.sample in unfinished:
-                record.token(event.sample)
-                delta = output.take(event)
-                finish = delta.finish
-                gathered.add(event, delta.text)
+            finish = samples.take(event)
             if finish is not None and event.finish_reason is None:
                 # Ended here: the workers do not know, and the client may take its time to read it.
                 generation.stop(event.sample)
             if finish is None and event.is_followed:
                 continue
-            for piece in gathered.take():
+            for piece in samples.gathered.take():
                 await client.write(piece)
             if finish is None:
                 continue
-            unfinished.remove(event.sample)
-            if not unfinished:
+            samples.unfinished.remove(event.sample)
+            if not samples.unfinished:
                 record.stages.end()
             await client.write(
                 SampleEnd(
                     sample=event.sample,
                     finish=finish,
                     num_prompt_tokens=len(request.prompt_ids),
-                    num_tokens=output.num_tokens,
+                    num_tokens=samples.outputs[event.sample].num_tokens,
                     cached_tokens=generation.cached_tokens,
                     seed=request.sampling.seed,
                     attempts=generation.attempts,
                     timings=record.stages.timings() if wants_timings else None,
                 )
             )
-            if not unfinished:
+            if not samples.unfinished:
                 return finish
         raise Internal("the output ended without a finish reason")
 
 
-class _Gathered:
-    """What came together and is not shown yet."""
+class _Samples:
+    """A request's samples as far as they have come: which are `unfinished`, and what is `gathered` for showing."""
 
-    def __init__(self) -> None:
-        self._samples: dict[int, list[tuple[TokenEvent, str]]] = {}
+    def __init__(
+        self, request: GenerationRequest, detokenizer: Detokenizer, record: RequestRecord, *, continues_text: bool
+    ) -> None:
+        context = request.prompt_ids[-_CONTEXT_TOKENS:] if continues_text else ()
+        self.outputs = [SampleOutput(detokenizer, request.sampling, context) for _ in range(request.sampling.n)]
+        self.unfinished = set(range(request.sampling.n))
+        self.gathered = Gathered()
+        self._shows_output = request.shows_output
+        self._record = record
 
-    def add(self, event: TokenEvent, text: str) -> None:
-        self._samples.setdefault(event.sample, []).append((event, text))
-
-    def take(self) -> Iterator[Delta]:
-        """One piece for each sample."""
-        samples, self._samples = self._samples, {}
-        for sample, tokens in samples.items():
-            yield Delta(
-                sample,
-                tuple(event.token_id for event, _ in tokens),
-                "".join(text for _, text in tokens),
-                tuple(event.logprobs for event, _ in tokens if event.logprobs is not None),
-            )
+    def take(self, event: TokenEvent) -> Finish | None:
+        """How the sample has ended, if it has with this token."""
+        if event.sample not in self.unfinished:
+            return None
+        if not self._shows_output:
+            return Finish(FinishReason.LENGTH)
+        self._record.token(event.sample)
+        delta = self.outputs[event.sample].take(event)
+        self.gathered.add(event, delta.text)
+        return delta.finish
 
 
 def traceparent_of(header: str) -> str:

@@ -8,8 +8,11 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 from splitserve.service.errors import Overloaded
+
+_T = TypeVar("_T")
 
 QUEUE_FULL = "QUEUE_FULL"
 _RETRY_AFTER_S = 1.0
@@ -34,7 +37,7 @@ class TokenizerThreads:
         self._num_requests = 0
         self._num_bytes = 0
 
-    async def run(self, encode: Callable[[], list[int]], num_bytes: int) -> list[int]:
+    async def run(self, encode: Callable[[], _T], num_bytes: int) -> _T:
         """What `encode` gives or raises; it works on `num_bytes` of text. Raises Overloaded, with the true numbers,
         when no more may wait."""
         self._check_room(num_bytes)

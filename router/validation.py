@@ -1,40 +1,25 @@
 """Turns a client's `GenerateRequest` into a `GenerationRequest`, or refuses it with the true numbers.
 
 `serving` calls it before anything else: no worker ever sees a value that was not checked here. `RequestValidator` owns
-the threads on which text is tokenized; everything else is a pure function of the message and the model.
+the codec of prompts; everything else is a pure function of the message and the model.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
+from router.prompt_codec import CONTEXT_LENGTH_EXCEEDED, EMPTY_PROMPT, Encoder, PromptCodec
 from router.request import ClusterLimits, GenerationRequest
 from router.sampling import check_samples, fit_to_room, read_sampling, with_usable_defaults
-from router.tokenizing import TokenizerThreads, TokenizingLimits
+from router.tokenizing import TokenizingLimits
 from splitserve.models.description import ModelDescription
 from splitserve.service.errors import InvalidRequest, NotFound
 from splitserve.v1 import inference_pb2 as pb
 
 MAX_REQUEST_ID_CHARS = 256
-# Text longer than this many bytes per token of context is refused unseen: real text has three to five bytes a token.
-MAX_BYTES_PER_TOKEN = 16
 
 DEFAULT_TOKENIZING = TokenizingLimits()
 
-CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
 PROMPT_TOO_LARGE = "PROMPT_TOO_LARGE"
-EMPTY_PROMPT = "EMPTY_PROMPT"
 MODEL_NOT_FOUND = "MODEL_NOT_FOUND"
-
-
-class Encoder(Protocol):
-    """The part of a tokenizer that makes ids of text and text of ids. Making ids may take long; all may raise
-    InvalidRequest."""
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]: ...
-
-    def decode(self, ids: list[int]) -> str: ...
 
 
 def unknown_model(name: str, served: str) -> NotFound:
@@ -55,13 +40,12 @@ class RequestValidator:
         tokenizing: TokenizingLimits = DEFAULT_TOKENIZING,
     ) -> None:
         self._model = with_usable_defaults(model)
-        self._encoder = encoder
         self._limits = limits
-        self._tokenizer_threads = TokenizerThreads(tokenizing)
+        self._codec = PromptCodec(encoder, tokenizing)
 
     def close(self) -> None:
         """Gives the threads back without waiting for text that is still being tokenized."""
-        self._tokenizer_threads.close()
+        self._codec.close()
 
     @property
     def context_len(self) -> int:
@@ -81,7 +65,8 @@ class RequestValidator:
         self._check_model(message.model)
         # Everything that is cheap to refuse is refused before any text is tokenized.
         params, context_len = message.sampling_params, self.context_len
-        sampling = read_sampling(params, self._model, context_len)
+        _check_echo(message)
+        sampling = read_sampling(params, self._model, context_len, has_echo=message.echo)
         prompt_ids = await self._prompt_ids(message)
         self._check_prompt_len(len(prompt_ids), context_len, message.WhichOneof("prompt"))
         check_samples(sampling, len(prompt_ids), self._limits().decodes)
@@ -100,6 +85,8 @@ class RequestValidator:
             priority=message.priority,
             deadline=deadline,
             traceparent=traceparent,
+            echo=await self._echo(message, prompt_ids),
+            shows_output=not (params.HasField("max_tokens") and params.max_tokens == 0),
         )
 
     async def tokenize(self, message: pb.TokenizeRequest) -> Sequence[int]:
@@ -107,24 +94,21 @@ class RequestValidator:
         self._check_model(message.model)
         match message.WhichOneof("prompt"):
             case "text":
-                return await self._encode_text(message.text)
+                return await self._codec.encode_text(message.text, self.context_len)
             case "chat":
-                return await self._encode_chat(message.chat)
+                return await self._codec.encode_chat(message.chat, self.context_len)
         raise InvalidRequest("one of text or chat is required", field="prompt", reason=EMPTY_PROMPT)
 
-    def detokenize(self, model: str, ids: list[int]) -> str:
+    async def detokenize(self, message: pb.DetokenizeRequest) -> str:
         """The text of any ids. Raises as `validate` does."""
-        self._check_model(model)
-        if len(ids) > self.context_len:
+        self._check_model(message.model)
+        if len(message.token_ids) > self.context_len:
             raise InvalidRequest(
-                f"there are {len(ids)} tokens; the context is {self.context_len} tokens",
-                field="tokens",
+                f"there are {len(message.token_ids)} tokens; the context is {self.context_len} tokens",
+                field="token_ids",
                 reason=CONTEXT_LENGTH_EXCEEDED,
             )
-        try:
-            return self._encoder.decode(ids)
-        except InvalidRequest as error:  # it does not know our field's name
-            raise InvalidRequest(error.message, reason=error.reason, field="tokens") from error
+        return await self._codec.decode(message.token_ids, "token_ids")
 
     def _check_model(self, model: str) -> None:
         if model and model != self._model.name:
@@ -133,9 +117,9 @@ class RequestValidator:
     async def _prompt_ids(self, message: pb.GenerateRequest) -> tuple[int, ...]:
         match message.WhichOneof("prompt"):
             case "text":
-                ids, field = await self._encode_text(message.text), "text"
+                ids, field = await self._codec.encode_text(message.text, self.context_len), "text"
             case "chat":
-                ids, field = await self._encode_chat(message.chat), "chat"
+                ids, field = await self._codec.encode_chat(message.chat, self.context_len), "chat"
             case "token_ids":
                 return self._given_ids(message.token_ids.ids)
             case _:
@@ -148,6 +132,14 @@ class RequestValidator:
                 field=field,
             )
         return tuple(ids)
+
+    async def _echo(self, message: pb.GenerateRequest, prompt_ids: Sequence[int]) -> str | None:
+        """The prompt's text for the client: as it was sent, where it was sent as a text."""
+        if not message.echo:
+            return None
+        if message.HasField("text"):
+            return message.text
+        return await self._codec.decode(prompt_ids, "token_ids")
 
     def _given_ids(self, ids: Sequence[int]) -> tuple[int, ...]:
         if not ids:
@@ -169,48 +161,6 @@ class RequestValidator:
         if min(ids) >= 0 and max(ids) < vocab_size:
             return None
         return next(index for index, token_id in enumerate(ids) if not 0 <= token_id < vocab_size)
-
-    async def _encode_text(self, text: str) -> list[int]:
-        if not text:
-            raise InvalidRequest("text is empty: a prompt needs at least one token", field="text", reason=EMPTY_PROMPT)
-        num_bytes = len(text.encode())
-        self._check_text_bytes(num_bytes, "text")
-        return await self._off_loop(lambda: self._encoder.encode(text), num_bytes, "text")
-
-    async def _encode_chat(self, chat: pb.Chat) -> list[int]:
-        if not chat.messages:
-            raise InvalidRequest("chat has no messages", field="chat", reason=EMPTY_PROMPT)
-        if len(chat.messages) >= self.context_len:
-            raise InvalidRequest(
-                f"chat has {len(chat.messages)} messages, more than the context of {self.context_len} tokens can hold",
-                field="chat",
-                reason=CONTEXT_LENGTH_EXCEEDED,
-            )
-        num_bytes = sum(len(m.role.encode()) + len(m.content.encode()) for m in chat.messages)
-        self._check_text_bytes(num_bytes, "chat")
-        messages = [{"role": message.role, "content": message.content} for message in chat.messages]
-        return await self._off_loop(lambda: self._encoder.encode_chat(messages), num_bytes, "chat")
-
-    async def _off_loop(self, encode: Callable[[], list[int]], num_bytes: int, field: str) -> list[int]:
-        try:
-            ids = await self._tokenizer_threads.run(encode, num_bytes)
-        except InvalidRequest as error:  # the tokenizer knows what is wrong, but not which field of ours it was given
-            raise InvalidRequest(error.message, reason=error.reason, field=field) from error
-        if not ids:
-            raise InvalidRequest(
-                f"{field} tokenizes to nothing: a prompt needs at least one token", field=field, reason=EMPTY_PROMPT
-            )
-        return ids
-
-    def _check_text_bytes(self, num_bytes: int, field: str) -> None:
-        limit = MAX_BYTES_PER_TOKEN * self.context_len
-        if num_bytes > limit:
-            raise InvalidRequest(
-                f"{field} has {num_bytes} bytes, too many for the context of {self.context_len} tokens: more than "
-                f"{limit} bytes ({MAX_BYTES_PER_TOKEN} per token) are refused without being tokenized",
-                field=field,
-                reason=CONTEXT_LENGTH_EXCEEDED,
-            )
 
     def _largest_sequence(self, context_len: int) -> tuple[int, str]:
         """Prompt + output, and whose limit it is. A pool that is too small would hold up the next attempt for ever.
@@ -245,3 +195,11 @@ class RequestValidator:
                     field=field,
                     reason=PROMPT_TOO_LARGE,
                 )
+
+
+def _check_echo(message: pb.GenerateRequest) -> None:
+    if message.echo and message.HasField("chat"):
+        raise InvalidRequest(
+            "echo is for text and token_ids: the answer to a chat is a text of its own, before which nothing stands",
+            field="echo",
+        )

@@ -15,8 +15,8 @@ from msgspec import UNSET, Struct, UnsetType
 from router.openai import replies
 from router.openai.tally import Tally
 from router.openai.token_texts import OffsetText, TokenTexts
+from router.pieces import Delta, Piece, PromptEcho, SampleEnd
 from router.request import PromptLogprobs, TokenLogprobs
-from router.serving import Delta, Piece, SampleEnd
 
 
 class Answer(Protocol):
@@ -32,8 +32,7 @@ class Answer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What the client asked for, as far as it shapes the answer. `echoes` are the prompts to be shown before
-    the output, as they were sent: texts or ids that nobody has checked before the first piece of output comes."""
+    """What the client asked for, as far as it shapes the answer."""
 
     id: str
     model: str
@@ -43,7 +42,6 @@ class Asked:
     has_prompt_logprobs: bool
     is_stream: bool
     includes_usage: bool
-    echoes: Sequence[str | list[int]] | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -67,8 +65,12 @@ class _Choices(ABC):
         self._choices = [_Choice(index) for index in range(asked.num_prompts * asked.n)]
         self._tally = Tally(len(self._choices))
         self._prompts: list[list[TokenLogprobs]] = [[] for _ in range(asked.num_prompts)]
+        self._echoes: dict[int, str] = {}
 
     def take(self, prompt: int, piece: Piece) -> Iterator[Struct]:
+        if isinstance(piece, PromptEcho):
+            self._echoes[prompt] = piece.text
+            return
         if isinstance(piece, PromptLogprobs):
             self._prompts[prompt] += piece.tokens
             return
@@ -102,11 +104,9 @@ class ChatAnswer(_Choices):
                 first.prompt_logprobs = _prompt_table(self._asked, self._texts, self._prompts[0])
             yield first
         if isinstance(piece, SampleEnd):
-            last = self._chunk(
-                replies.ChatChunkChoice(
-                    choice.index, replies.ChatDelta(), None, piece.finish.reason, _stop_reason(piece)
-                )
-            )
+            ended = replies.ChatChunkChoice(choice.index, replies.ChatDelta(), None, piece.finish.reason)
+            ended.stop_reason, ended.seed = _stop_reason(piece), piece.seed
+            last = self._chunk(ended)
             last.timings = timings
             yield last
         elif piece.text or piece.logprobs:
@@ -131,10 +131,11 @@ class ChatAnswer(_Choices):
         )
 
     def _whole_choice(self, choice: _Choice) -> replies.ChatChoice:
-        assert choice.end is not None, "a choice has not ended"
+        end = choice.end
+        assert end is not None, "a choice has not ended"
         logprobs = self._logprobs(choice.logprobs) if self._asked.has_logprobs else None
         message = replies.ChatReply("".join(choice.text))
-        return replies.ChatChoice(choice.index, message, logprobs, choice.end.finish.reason, _stop_reason(choice.end))
+        return replies.ChatChoice(choice.index, message, logprobs, end.finish.reason, _stop_reason(end), end.seed)
 
     def _chunk(self, choice: replies.ChatChunkChoice) -> replies.ChatChunk:
         usage = None if self._asked.includes_usage else UNSET
@@ -166,7 +167,7 @@ class CompletionAnswer(_Choices):
         if not choice.has_begun:
             choice.has_begun = True
             text, entries, table = self._beginning(choice)
-            if self._asked.echoes is not None or table is not UNSET:
+            if text or entries or table is not UNSET:
                 yield self._reply([self._choice(choice, text, entries, None, table)])
         if isinstance(piece, SampleEnd):
             last = self._reply([self._choice(choice, "", [], piece)])
@@ -190,11 +191,9 @@ class CompletionAnswer(_Choices):
         prompt, sample = divmod(choice.index, asked.n)
         scored = self._prompts[prompt]
         table = _prompt_table(asked, self._texts, scored) if sample == 0 else UNSET
-        if asked.echoes is None:
+        if prompt not in self._echoes:
             return "", (), table
-        echo = asked.echoes[prompt]
-        text = echo if isinstance(echo, str) else self._texts.tokenizer.decode(echo)
-        return text, scored if asked.has_logprobs else (), table
+        return self._echoes[prompt], scored if asked.has_logprobs else (), table
 
     def _whole_choice(self, choice: _Choice) -> replies.CompletionChoice:
         text, entries, table = self._beginning(choice)
@@ -209,9 +208,10 @@ class CompletionAnswer(_Choices):
         table: replies.PromptLogprobTable | UnsetType = UNSET,
     ) -> replies.CompletionChoice:
         logprobs = self._logprobs(choice.index, entries) if entries else None
-        reason = None if end is None else end.finish.reason
-        stop_reason = UNSET if end is None else _stop_reason(end)
-        return replies.CompletionChoice(choice.index, text, logprobs, reason, stop_reason, table)
+        shown = replies.CompletionChoice(choice.index, text, logprobs, None, prompt_logprobs=table)
+        if end is not None:
+            shown.finish_reason, shown.stop_reason, shown.seed = end.finish.reason, _stop_reason(end), end.seed
+        return shown
 
     def _reply(self, choices: list[replies.CompletionChoice], usage: replies.Usage | None = None) -> replies.Completion:
         shown = UNSET if usage is None and not self._asked.includes_usage else usage

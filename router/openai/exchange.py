@@ -15,7 +15,8 @@ from starlette.types import Receive, Scope, Send
 
 from router.http_errors import body_of, error_response
 from router.openai.answers import Answer
-from router.serving import ClientGoneError, Piece, Serving
+from router.pieces import Piece
+from router.serving import ClientGoneError, Serving
 from splitserve.service.errors import Internal, SplitserveError
 from splitserve.v1 import inference_pb2 as pb
 

@@ -6,6 +6,7 @@ from router.openai.requests import (
     ChatCompletionRequest,
     ChatMessage,
     CompletionRequest,
+    DetokenizeRequest,
     TokenizeRequest,
 )
 from splitserve.service.errors import InvalidRequest, SplitserveError
@@ -49,6 +50,7 @@ def of_completion(request: CompletionRequest, request_id: str) -> list[pb.Genera
     messages = []
     for prompt in request.prompt:
         message = _message(request, params, request_id)
+        message.echo = request.echo or False
         if isinstance(prompt, str):
             message.text = prompt
         else:
@@ -87,7 +89,8 @@ def chat_of(messages: list[ChatMessage]) -> pb.Chat:
 
 
 def contract_error(
-    error: SplitserveError, request: CompletionRequest | ChatCompletionRequest | TokenizeRequest
+    error: SplitserveError,
+    request: CompletionRequest | ChatCompletionRequest | TokenizeRequest | DetokenizeRequest,
 ) -> SplitserveError:
     """`error` with the field at fault by its name in this API."""
     name = (error.field or "").removeprefix("sampling_params.")
@@ -97,6 +100,8 @@ def contract_error(
             ours = "max_completion_tokens"
         elif name == "logprobs":  # a number there, here a switch and a number
             ours = "top_logprobs"
+    elif isinstance(request, DetokenizeRequest) and name == "token_ids":
+        ours = "tokens"
     error.field = ours or None
     if name and error.message.startswith(f"{name} "):
         error.message = ours + error.message.removeprefix(name)

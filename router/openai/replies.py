@@ -78,11 +78,14 @@ class CompletionLogprobs(Struct):
 
 
 class CompletionChoice(Struct):
+    """With its `finish_reason`, of a chat too, comes the seed in force: the prompt's own, for all of its samples."""
+
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: str | int | UnsetType = UNSET
+    seed: int | UnsetType = UNSET
     prompt_logprobs: PromptLogprobTable | UnsetType = UNSET
 
 
@@ -107,7 +110,8 @@ class ChatChoice(Struct):
     message: ChatReply
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
-    stop_reason: str | int | UnsetType = UNSET
+    stop_reason: str | int | UnsetType
+    seed: int
 
 
 class ChatCompletion(Struct):
@@ -132,6 +136,7 @@ class ChatChunkChoice(Struct):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: str | int | UnsetType = UNSET
+    seed: int | UnsetType = UNSET
 
 
 class ChatChunk(Struct):

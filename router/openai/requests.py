@@ -202,6 +202,9 @@ Bias = Annotated[
 Role = Annotated[Text, WithJsonSchema({"type": "string", "enum": [*ROLES, *RENAMED_ROLES]})]
 
 
+_MAX_TOKENS = "Most output tokens of each choice; 0 only with echo or prompt_logprobs: the prompt alone."
+
+
 class _Strict(BaseModel):
     """No value is bent into shape, and no option that nobody reads is taken."""
 
@@ -241,7 +244,7 @@ class _Sampled(_Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Int32 | None = _between(1, sampling.MAX_SAMPLES, "Samples of each prompt.")
-    max_tokens: Int32 | None = _between(1)
+    max_tokens: Int32 | None = _between(0, description=_MAX_TOKENS)
     temperature: float | None = _between(0, sampling.MAX_TEMPERATURE)
     top_p: float | None = Field(None, json_schema_extra={"exclusiveMinimum": 0, "maximum": 1})
     frequency_penalty: float | None = _between(-sampling.MAX_PENALTY, sampling.MAX_PENALTY)
@@ -269,9 +272,7 @@ class _Sampled(_Strict):
 
 class CompletionRequest(_Sampled):
     prompt: Prompts
-    max_tokens: Int32 | None = Field(
-        DEFAULT_MAX_TOKENS, description="Most output tokens of each choice.", json_schema_extra={"minimum": 1}
-    )
+    max_tokens: Int32 | None = Field(DEFAULT_MAX_TOKENS, description=_MAX_TOKENS, json_schema_extra={"minimum": 0})
     logprobs: Int32 | None = _between(0, sampling.MAX_LOGPROBS, "So many of the likeliest tokens with each token.")
     echo: bool | None = None
     best_of: Int32 | None = Field(None, description="Not supported: refused unless 1.")
@@ -280,7 +281,7 @@ class CompletionRequest(_Sampled):
 
 class ChatCompletionRequest(_Sampled):
     messages: Messages
-    max_completion_tokens: Int32 | None = _between(1, description="The newer name of max_tokens.")
+    max_completion_tokens: Int32 | None = _between(0, description="The newer name of max_tokens.")
     logprobs: bool | None = None
     top_logprobs: Int32 | None = _between(
         0, sampling.MAX_LOGPROBS, "So many of the likeliest tokens with each; needs logprobs."

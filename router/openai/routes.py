@@ -80,7 +80,11 @@ class OpenAI:
         return _json(replies.Tokens(ids, len(ids), self._validator.context_len))
 
     async def detokenize(self, body: DetokenizeRequest) -> Response:
-        return _json(replies.Text(self._validator.detokenize(body.model or "", body.tokens)))
+        message = pb.DetokenizeRequest(model=body.model or "", token_ids=body.tokens)
+        try:
+            return _json(replies.Text(await self._validator.detokenize(message)))
+        except SplitserveError as error:
+            raise contract_error(error, body) from None
 
     def _description(self) -> replies.Model:
         return replies.Model(self._model.name, self._started, self._model.revision, self._validator.context_len)
@@ -101,7 +105,6 @@ class OpenAI:
             has_prompt_logprobs=body.prompt_logprobs is not None,
             is_stream=bool(body.stream),
             includes_usage=options is not None and bool(options.include_usage),
-            echoes=body.prompt if isinstance(body, CompletionRequest) and body.echo else None,
         )
 
     def _exchange(

@@ -3,7 +3,7 @@
 from msgspec import UNSET, UnsetType
 
 from router.openai import replies
-from router.serving import SampleEnd
+from router.pieces import SampleEnd
 from router.stages import Timings
 
 

@@ -10,8 +10,6 @@ class TokenBytes(Detokenizer, Protocol):
 
     def token_bytes(self, token_id: int) -> bytes: ...
 
-    def decode(self, ids: list[int]) -> str: ...
-
 
 class TokenTexts:
     """`text` names tokens that are a part of a character as OpenAI does: `bytes:` and each byte in hexadecimal."""

@@ -10,7 +10,7 @@ from splitserve.cli.logprobs import LogprobTables
 from splitserve.cli.options import Connection, Sampling
 from splitserve.client.sync import Client, Stream
 from splitserve.client.types import Generation, Message, Timings
-from splitserve.service.config import Positive
+from splitserve.service.config import NonNegative, Positive
 from splitserve.service.errors import InvalidRequest
 
 DEFAULT_SAMPLING = Sampling()
@@ -21,9 +21,10 @@ def generate(
     text: str | None = None,
     /,
     *,
-    max_tokens: Positive = 256,
+    max_tokens: NonNegative = 256,
     n: Positive = 1,
     raw: bool = False,
+    echo: bool = False,
     timings: bool = False,
     quiet: Annotated[bool, Parameter(alias="-q")] = False,
     request_id: str = "",
@@ -41,11 +42,13 @@ def generate(
     text
         The prompt. Without it, the prompt is read from stdin.
     max_tokens
-        End each sample after this many tokens.
+        End each sample after this many tokens; 0, with --echo or --prompt-logprobs, shows the prompt alone.
     n
         So many samples of the prompt's answer.
     raw
         Continue the text as it stands, without the model's chat template.
+    echo
+        Show the text before what continues it.
     timings
         Say on stderr where the time went.
     quiet
@@ -56,11 +59,16 @@ def generate(
     options = sampling.options(max_tokens, connection)
     options["request_id"] = request_id
     options["timings"] = timings
+    options["echo"] = echo
     if n > 1:
         options["n"] = n
     prompt = text if text is not None else _read_prompt()
     with Client(connection.target) as client:
         is_question = not raw and client.model_info(timeout=options["timeout"]).has_chat_template
+        if is_question and echo:
+            raise InvalidRequest(
+                "this model has a chat template, and an answer continues no text: add --raw", field="echo"
+            )
         turn: Message = {"role": "user", "content": prompt}
         with client.stream([turn] if is_question else prompt, **options) as stream:
             statistics = print_stream(stream, n)
@@ -76,25 +84,26 @@ def print_stream(stream: Stream, num_samples: int = 1) -> str:
     logprobs that were asked for; returns its statistics. Samples after the first are written when all have ended."""
     started = time.monotonic()
     first: float | None = None
+    has_begun = False
     logprobs = LogprobTables()
     try:
         for chunk in stream:
             logprobs.add(chunk)
-            if chunk.prompt_logprobs:
-                continue  # no token has come yet
-            if first is None:
+            if chunk.token_ids and first is None:
                 first = time.monotonic()
-                sys.stdout.write(_heading(0) if num_samples > 1 else "")
-            if chunk.index == 0:
-                sys.stdout.write(chunk.text)
+            if chunk.index == 0 and (chunk.token_ids or chunk.prompt_token_ids):
+                heading = _heading(0) if num_samples > 1 and not has_begun else ""
+                sys.stdout.write(heading + chunk.prompt_text + chunk.text)
                 sys.stdout.flush()
+                has_begun = True
     finally:
-        if first is not None:
+        if has_begun:
             sys.stdout.write("\n")
             sys.stdout.flush()
     ended = time.monotonic()
-    for index, sample in enumerate(stream.result().samples[1:], start=1):
-        sys.stdout.write(f"{_heading(index)}{sample.text}\n")
+    result = stream.result()
+    for index, sample in enumerate(result.samples[1:], start=1):
+        sys.stdout.write(f"{_heading(index)}{result.prompt_text}{sample.text}\n")
     sys.stdout.flush()
     for line in logprobs.lines():
         print(line, file=sys.stderr)  # noqa: T201

@@ -131,6 +131,12 @@ class AsyncClient:
         response = await _answer(self._stub.Tokenize(requests.tokenize_request(prompt, model), timeout=seconds))
         return tuple(response.token_ids)
 
+    async def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout: float | None = None) -> str:
+        """The text of these ids; special tokens give none."""
+        seconds = requests.deadline(timeout, self._lookup_timeout_s)
+        request = requests.detokenize_request(token_ids, model)
+        return (await _answer(self._stub.Detokenize(request, timeout=seconds))).text
+
     async def close(self) -> None:
         """Cancels what is running and closes the connection."""
         if "_channel" in self.__dict__:

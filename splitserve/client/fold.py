@@ -41,6 +41,7 @@ class Fold:
         self._num_samples = num_samples
         self._samples = defaultdict[int, _SampleFold](_SampleFold)
         self._prompt_logprobs: list[TokenLogprobs] = []
+        self._echo = Chunk("", ())  # the one that has the prompt
         self._request_id = ""
         self._outcome: Generation | SplitserveError | None = None
 
@@ -67,9 +68,13 @@ class Fold:
             logprobs=_logprobs(response.chunk.logprobs),
             prompt_logprobs=_logprobs(response.chunk.prompt_logprobs),
             index=response.index,
+            prompt_text=response.chunk.prompt_text,
+            prompt_token_ids=tuple(response.chunk.prompt_token_ids),
         )
         sample.add(chunk)
         self._prompt_logprobs.extend(chunk.prompt_logprobs)
+        if chunk.prompt_token_ids:
+            self._echo = chunk
         return chunk
 
     def end(self) -> None:
@@ -113,6 +118,8 @@ class Fold:
             request_id=self._request_id,
             prompt_logprobs=tuple(self._prompt_logprobs),
             timings=_timings(completes),
+            prompt_text=self._echo.prompt_text,
+            prompt_token_ids=self._echo.prompt_token_ids,
         )
 
 

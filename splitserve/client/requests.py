@@ -18,7 +18,7 @@ from splitserve.v1 import inference_pb2
 DEFAULT_TIMEOUT_S = 600.0
 """Deadline of a generation whose caller names none."""
 LOOKUP_TIMEOUT_S = 30.0
-"""Deadline of `model_info` and `tokenize` where the caller names none."""
+"""Deadline of `model_info`, `tokenize` and `detokenize` where the caller names none."""
 
 _T = TypeVar("_T")
 _SAMPLING_NAMES = frozenset(SamplingOptions.__annotations__)
@@ -52,6 +52,7 @@ def generate_call(prompt: Prompt, options: GenerateOptions, default_timeout_s: f
     )
     _checked("priority", lambda: setattr(request, "priority", options.get("priority", 0)))
     _checked("timings", lambda: setattr(request, "timings", options.get("timings", False)))
+    _checked("echo", lambda: setattr(request, "echo", options.get("echo", False)))
     _set_prompt(request, prompt)
     return GenerateCall(
         request=request,
@@ -76,6 +77,11 @@ def tokenize_request(prompt: str | Sequence[Message], model: str) -> inference_p
     else:
         request.chat.CopyFrom(_chat(prompt))
     return request
+
+
+def detokenize_request(token_ids: Sequence[int], model: str) -> inference_pb2.DetokenizeRequest:
+    name = _checked("model", lambda: _utf8(model))
+    return _checked("token_ids", lambda: inference_pb2.DetokenizeRequest(model=name, token_ids=token_ids))
 
 
 def deadline(timeout: float | None, default_s: float) -> float:

@@ -114,6 +114,12 @@ class Client:
         request = requests.tokenize_request(prompt, model)
         return tuple(_answer(lambda: self._stub.Tokenize(request, timeout=seconds)).token_ids)
 
+    def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout: float | None = None) -> str:
+        """The text of these ids; special tokens give none."""
+        seconds = requests.deadline(timeout, self._lookup_timeout_s)
+        request = requests.detokenize_request(token_ids, model)
+        return _answer(lambda: self._stub.Detokenize(request, timeout=seconds)).text
+
     def close(self) -> None:
         """Cancels what is running and closes the connection."""
         self._channel.close()

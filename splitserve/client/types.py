@@ -19,10 +19,11 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
 class SamplingOptions(TypedDict, total=False):
     """How tokens are chosen and when a sample ends; what is left out takes the model's own default.
 
-    `temperature` 0 is greedy. `max_tokens` absent: until end-of-sequence or the end of the context. `seed` absent:
-    drawn by the router and told in `Generation.seed`. `n` samples of one prompt, 1 unless given. `logprobs` and
-    `prompt_logprobs`: how many of the likeliest tokens are told with each token of the output and of the prompt; 0 is
-    its own logprob alone. docs/api.md lists the ranges; the router checks them.
+    `temperature` 0 is greedy. `max_tokens` absent: until end-of-sequence or the end of the context; 0, with `echo` or
+    `prompt_logprobs`: no output, the prompt alone. `seed` absent: drawn by the router and told in `Generation.seed`.
+    `n` samples of one prompt, 1 unless given. `logprobs` and `prompt_logprobs`: how many of the likeliest tokens are
+    told with each token of the output and of the prompt; 0 is its own logprob alone. docs/api.md lists the ranges; the
+    router checks them.
     """
 
     temperature: float | None
@@ -48,14 +49,16 @@ class GenerateOptions(SamplingOptions, total=False):
     """Everything that `generate`, `stream`, `chat` and `stream_chat` take besides the prompt.
 
     `model`: the served model's name, empty for the one that is served. `request_id`: the caller's own name for the
-    request, echoed and logged. `timings`: whether `Generation.timings` is told. `timeout`: the deadline in seconds, for
-    the whole answer; absent means the client's default. `priority`: higher goes first among queued requests.
-    `metadata`: gRPC metadata, such as `traceparent`.
+    request, echoed and logged. `timings`: whether `Generation.timings` is told. `echo`: whether the prompt is told
+    before the output; not for a chat. `timeout`: the deadline in seconds, for the whole answer; absent means the
+    client's default. `priority`: higher goes first among queued requests. `metadata`: gRPC metadata, such as
+    `traceparent`.
     """
 
     model: str
     request_id: str
     timings: bool
+    echo: bool
     timeout: float | None
     priority: int
     metadata: Mapping[str, str]
@@ -78,8 +81,9 @@ class TokenLogprobs:
 class Chunk:
     """What is new of sample `index` since its last chunk. `text` may be empty while a character is still incomplete.
 
-    `logprobs` has an entry for each of `token_ids`, if asked for. Chunks with `prompt_logprobs` come first and bring
-    nothing else; together they have an entry for each token of the prompt.
+    `logprobs` has an entry for each of `token_ids`, if asked for. Chunks about the prompt come first and bring nothing
+    else: one with `prompt_text` and `prompt_token_ids`, if the request asked for `echo`, then those with
+    `prompt_logprobs`, which together have an entry for each token of the prompt.
     """
 
     text: str
@@ -87,6 +91,8 @@ class Chunk:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     index: int = 0
+    prompt_text: str = ""
+    prompt_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +137,7 @@ class Generation:
 
     `completion_tokens` is the sum over all samples. `cached_tokens` of the prompt came from a prefix cache. `attempts`
     is 1 when nothing went wrong. `prompt_logprobs` has an entry for each token of the prompt, and `timings` is there,
-    if asked for.
+    if asked for; `prompt_text` and `prompt_token_ids`, which are no part of `text`, with `echo`.
     """
 
     samples: tuple[Sample, ...]
@@ -143,6 +149,8 @@ class Generation:
     request_id: str
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     timings: Timings | None = None
+    prompt_text: str = ""
+    prompt_token_ids: tuple[int, ...] = ()
 
     @property
     def text(self) -> str:

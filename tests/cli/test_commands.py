@@ -123,6 +123,17 @@ TABLES = """\
 """
 
 
+def test_echo_is_lost_or_asked_of_a_chat(router: FakeRouter) -> None:
+    done = run("generate", "echo", "--echo", "--max-tokens", "0", "--quiet", "--target", router.target)
+    assert (done.returncode, done.stdout) == (0, "echoa\n")
+    assert router.requests[-1].sampling_params.HasField("max_tokens")
+    router.has_chat_template = True
+    done = run("generate", "echo", "--echo", "--target", router.target)
+    assert done.returncode != 0
+    assert "--raw" in done.stderr
+    assert len(router.requests) == 1
+
+
 @pytest.mark.parametrize("args", [("generate", "logprobs", "--quiet"), ("chat",)])
 def test_logprobs_were_lost_or_mixed_into_the_text(args: tuple[str, ...], router: FakeRouter) -> None:
     done = run(*args, "--target", router.target, "--logprobs", "2", "--prompt-logprobs", "1", stdin="logprobs\n")
@@ -206,7 +217,7 @@ def test_dead_router_left_the_user_without_a_hint(args: tuple[str, ...], free_po
 @pytest.mark.parametrize(
     "args",
     [
-        ("generate", "a", "--max-tokens", "0"),
+        ("generate", "a", "--max-tokens", "-1"),
         ("generate", "a", "--no-such-flag"),
         ("fly",),
         ("chat", "--logit-bias", "5"),

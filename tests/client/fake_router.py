@@ -96,6 +96,11 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer):
             await context.abort_with_status(to_status(InvalidRequest("no", field="prompt")))
         return inference_pb2.TokenizeResponse(token_ids=ECHO_IDS)
 
+    async def Detokenize(self, request: inference_pb2.DetokenizeRequest, context: Any) -> Any:
+        if min(request.token_ids) < 0:
+            await context.abort_with_status(to_status(InvalidRequest("no", field="token_ids")))
+        return inference_pb2.DetokenizeResponse(text=f"{list(request.token_ids)} of {request.model}")
+
 
 async def _normal(_: FakeRouter) -> AsyncIterator[Response]:
     for index, word in enumerate(WORDS):
@@ -191,11 +196,21 @@ async def _slow_prompt(_: FakeRouter) -> AsyncIterator[Response]:
     yield complete()
 
 
+async def _echo(router: FakeRouter) -> AsyncIterator[Response]:
+    """Only to who has asked for it."""
+    if router.requests[-1].echo:
+        prompt = inference_pb2.GenerateChunk(prompt_text="echo", prompt_token_ids=[5, 6])
+        yield Response(request_id="echoed", chunk=prompt)
+    yield chunk("a", 0)
+    yield complete()
+
+
 SCRIPTS: dict[str, Callable[[FakeRouter], AsyncIterator[Response]]] = {
     "stop token": _stop_token,
     "logprobs": _logprobs,
     "three": _three,
     "timings": _timings,
+    "echo": _echo,
     "slow prompt": _slow_prompt,
     "refuse": _refuse,
     "fail midway": _fail_midway,

@@ -47,6 +47,9 @@ class Blocking:
     async def tokenize(self, prompt: Any) -> tuple[int, ...]:
         return await asyncio.to_thread(self.client.tokenize, prompt)
 
+    async def detokenize(self, ids: Any, **options: Any) -> str:
+        return await asyncio.to_thread(lambda: self.client.detokenize(ids, **options))
+
     async def close(self) -> None:
         self.client.close()
 
@@ -101,6 +104,15 @@ async def test_timings_were_lost_or_not_asked_for(client: Any) -> None:
     told = (await client.generate("timings", timings=True)).timings
     assert told == Timings(0.5, 1, 2, 4, 8, 4096)
     assert told.total_s == 15.5
+
+
+async def test_echo_was_lost_or_taken_for_output(client: Any) -> None:
+    chunks: list[Chunk] = []
+    result = await client.chunks("echo", chunks, echo=True)
+    assert (result.prompt_text, result.prompt_token_ids) == ("echo", (5, 6))
+    assert (result.text, result.token_ids) == ("a", (0,))
+    assert chunks[0] == Chunk("", (), prompt_text="echo", prompt_token_ids=(5, 6))
+    assert (await client.generate("echo")).prompt_token_ids == ()
 
 
 @pytest.mark.parametrize(("num", "reason"), [(4, "TRUNCATED_STREAM"), (2, "ODD_SAMPLE")])
@@ -245,6 +257,12 @@ async def test_lookups_failed(client: Any) -> None:
     with pytest.raises(errors.InvalidRequest) as caught:
         await client.tokenize("refuse")
     assert caught.value.field == "prompt"
+    assert await client.detokenize([7, 2**40], model="m") == f"[7, {2**40}] of m"
+    with pytest.raises(errors.InvalidRequest) as caught:
+        await client.detokenize([-1])
+    assert caught.value.field == "token_ids"
+    with pytest.raises(errors.InvalidRequest, match="token_ids cannot be sent"):
+        await client.detokenize([2**64])
 
 
 @pytest.mark.parametrize("kind", [Blocking, Asyncio])

@@ -120,6 +120,49 @@ async def test_timings_come_unasked_or_in_the_wrong_chunk(kind: str) -> None:
             assert "timings" not in json.dumps(chunks)
 
 
+@pytest.mark.parametrize("kind", PATHS)
+async def test_drawn_seed_is_kept_secret_or_is_another_prompts(kind: str) -> None:
+    """With the end of each choice, in a stream or not: what was drawn can be asked for again."""
+
+    def script(request: GenerationRequest) -> list[Step]:
+        return [TokenEvent(sample, 0, 97, FinishReason.LENGTH) for sample in range(request.sampling.n)]
+
+    edge = Edge(FakeDispatcher(script))
+    options = {"prompt": ["a", "b"], "n": 2} if kind == "text" else {"n": 2}
+    async with http(edge) as client:
+        for is_stream in (False, True):
+            replies = (
+                (await stream(client, kind, **options))[:-1] if is_stream else [await ask(client, kind, **options)]
+            )
+            told = {c["index"]: c["seed"] for reply in replies for c in reply["choices"] if c["finish_reason"]}
+            assert not any("seed" in c for reply in replies for c in reply["choices"] if not c["finish_reason"])
+            num_prompts = len(options.get("prompt", "x"))
+            seeds = [request.sampling.seed for request in edge.dispatcher.requests[-num_prompts:]]
+            assert [told[index] for index in sorted(told)] == [seed for seed in seeds for _ in range(2)]
+        assert (await ask(client, kind, seed=-1))["choices"][0]["seed"] == 2**64 - 1
+
+
+@pytest.mark.parametrize("kind", PATHS)
+async def test_prompt_is_billed_once_per_sample(kind: str) -> None:
+    """C59: the output of each sample counts, the prompt counts once, in a stream or not."""
+
+    def script(request: GenerationRequest) -> list[Step]:
+        first = [TokenEvent(sample, 0, 97) for sample in range(request.sampling.n)]
+        return [*first, *(TokenEvent(sample, 1, 98, FinishReason.LENGTH) for sample in (2, 0, 1))]
+
+    async with http(Edge(FakeDispatcher(script))) as client:
+        num_prompt_tokens = len("hi" if kind == "text" else "[user]hi")
+        expected = {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": 6,
+            "total_tokens": num_prompt_tokens + 6,
+            "prompt_tokens_details": {"cached_tokens": 3},
+        }
+        assert (await ask(client, kind, n=3))["usage"] == expected
+        *_, last, _ = await stream(client, kind, n=3, stream_options={"include_usage": True})
+        assert last["usage"] == expected
+
+
 async def test_timings_of_several_prompts_leave_one_out() -> None:
     async with http(Edge(FakeDispatcher(lambda _: tokens("hello")))) as client:
         body = {"prompt": ["a", "b"], "timings": True}
@@ -751,6 +794,7 @@ async def test_document_names_other_ranges_than_are_refused() -> None:
     def script(request: GenerationRequest) -> list[Step]:
         return [TokenEvent(sample, 0, 97, FinishReason.LENGTH) for sample in range(request.sampling.n)]
 
+    body = TEXT | {"echo": True}  # with which max_tokens may be 0
     async with http(Edge(FakeDispatcher(script))) as client:
         schemas = (await client.get("/openapi.json")).json()["components"]["schemas"]
         options = schemas["CompletionRequest"]["properties"]
@@ -759,10 +803,10 @@ async def test_document_names_other_ranges_than_are_refused() -> None:
         assert {"temperature", "top_p", "top_k", "n", "max_tokens", "logprobs", "min_p"} <= ranged.keys()
         for name, (good, bad) in ranged.items():
             for value in good:
-                response = await client.post(PATHS["text"], json=TEXT | {name: value})
+                response = await client.post(PATHS["text"], json=body | {name: value})
                 assert response.status_code == 200, (name, value, response.text)
             for value in bad:
-                response = await client.post(PATHS["text"], json=TEXT | {name: value})
+                response = await client.post(PATHS["text"], json=body | {name: value})
                 assert (response.status_code, response.json()["error"]["param"]) == (400, name), (value, response.text)
 
 

@@ -34,7 +34,9 @@ BAD_SAMPLING: list[tuple[str, dict[str, Any], str]] = [
         for name in ("presence_penalty", "frequency_penalty")
         for value in (NAN, INF, -INF, -2.1, 2.1)
     ),
-    ("max_tokens", {"max_tokens": 0}, "at least 1"),
+    ("max_tokens", {"max_tokens": 0}, "at least 1, or 0 with echo or prompt_logprobs"),
+    ("max_tokens", {"max_tokens": -1, "prompt_logprobs": 0}, "at least 0"),
+    ("min_tokens", {"min_tokens": 1, "max_tokens": 0, "prompt_logprobs": 0}, "max_tokens, which is 0"),
     ("max_tokens", {"max_tokens": -1}, "at least 1"),
     ("max_tokens", {"max_tokens": 99}, "max_tokens is 99; the prompt has 2 tokens and the context is 100"),
     ("max_tokens", {"max_tokens": 2**31 - 1}, "at most 98"),

@@ -115,7 +115,9 @@ def test_several_prompts_or_samples_are_mixed_up(openai: OpenAI) -> None:
         assert (together.num_prompt_tokens, together.num_tokens) == (115, 54)
 
 
-def test_echoed_prompt_or_its_logprobs_differ_from_the_model(openai: OpenAI, tokenizer: Tokenizer, tiny: Tiny) -> None:
+def test_echoed_prompt_or_its_logprobs_differ_from_the_model(
+    served: Cluster, openai: OpenAI, tokenizer: Tokenizer, tiny: Tiny
+) -> None:
     """C10, C63: also where all tokens but one are ruled out."""
     ids = tokenizer.encode(PROMPT)
     options = {"temperature": 1, "seed": 4, "max_tokens": 4, "logprobs": 1, "ignore_eos": True, "echo": True}
@@ -129,6 +131,17 @@ def test_echoed_prompt_or_its_logprobs_differ_from_the_model(openai: OpenAI, tok
     scored = [float(row[token_id]) for row, token_id in zip(rows, [*ids[1:], *expected], strict=True)]
     assert choice.logprobs[1:] == pytest.approx(scored, abs=1e-4)
     assert [next(iter(top.values())) for top in choice.top[1:]] == pytest.approx(rows.max(-1).values.tolist(), abs=1e-4)
+    # The same of the prompt alone, as texts are scored: C64.
+    options |= {"max_tokens": 0}
+    for is_stream in (False, True):
+        alone = completion(openai, [PROMPT, PROMPT], is_stream=is_stream, **options)
+        assert (alone.num_prompt_tokens, alone.num_tokens) == (2 * len(ids), 0)
+        for each in alone.choices:
+            assert (each.text, each.finish_reason) == (PROMPT, "length")
+            assert each.logprobs[1:] == pytest.approx(scored[: len(ids) - 1], abs=1e-4)
+    answer = served.client.generate(PROMPT, echo=True, max_tokens=0, prompt_logprobs=0)
+    assert (answer.prompt_text, list(answer.prompt_token_ids), answer.token_ids) == (PROMPT, ids, ())
+    assert [entry.logprob for entry in answer.prompt_logprobs][1:] == pytest.approx(scored[: len(ids) - 1], abs=1e-4)
 
 
 def test_text_offsets_point_elsewhere(openai: OpenAI) -> None:
@@ -225,4 +238,5 @@ def test_tokens_are_others_than_those_generated_from(openai: OpenAI, tokenizer: 
         told = served.http.post("/tokenize", json=body).json()
         assert told == {"tokens": ids, "count": len(ids), "max_model_len": 1024}
         assert served.http.post("/detokenize", json={"tokens": ids}).json() == {"prompt": tokenizer.decode(ids)}
+        assert served.client.detokenize(ids) == tokenizer.decode(ids)
     assert completion(openai, PROMPT, is_stream=False, max_tokens=1).num_prompt_tokens == len(tokenizer.encode(PROMPT))
