@@ -30,6 +30,7 @@ from splitserve.service.http_server import HttpServer, serve_http
 from splitserve.service.lifecycle import StopRequest, first_of, run_loop
 from splitserve.service.logging import configure_logging
 from splitserve.service.metrics import new_registry
+from splitserve.service.startup import collect_rarely
 from splitserve.v1 import cluster_pb2_grpc as pb_grpc
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("router")
@@ -114,6 +115,7 @@ class Router:
         except OSError as error:
             log.error("cannot listen", reason=str(error))
             return EXIT_CONFIG
+        collect_rarely()
         log.info("listening", grpc=grpc_port, http=http.port, internal=internal_port)
         # To the end: a worker that dies while the last streams run is to be found as well.
         await first_of(self._membership.watch(), self._pacer.watch(), self._serve(stop, http))

@@ -7,6 +7,8 @@ and by `patience`. Read by `attempt` from its `inbox`. Holds no state.
 from dataclasses import dataclass
 from typing import Protocol
 
+from msgspec import Struct
+
 from kvtransfer.ticket import Ticket
 from router.request import FinishReason, TokenLogprobs
 from splitserve.service.reasons import Reason
@@ -52,8 +54,7 @@ class Refused:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class TokenArrived:
+class TokenArrived(Struct, frozen=True, gc=False):
     worker: str
     sample: int
     position: int

@@ -6,6 +6,8 @@ Made by `serving`, one for each sample.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 from router.request import FinishReason, Sampling, TokenEvent
 from router.text import Detokenizer, TextStream
 from splitserve.service.errors import Internal
@@ -19,8 +21,7 @@ class Finish:
     matched_stop: str | int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class OutputDelta:
+class OutputDelta(Struct, frozen=True, gc=False):
     """What one token adds: always its id, and text that may now be shown."""
 
     token_id: int

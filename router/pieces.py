@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 from router.output import Finish
 from router.request import PromptLogprobs, TokenEvent, TokenLogprobs
 from router.stages import Timings
@@ -16,8 +18,7 @@ class PromptEcho:
     token_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(Struct, frozen=True, gc=False):
     """What one token adds to a sample, or several that came together: always their ids, and text that may now be
     shown. `logprobs` are the tokens', or none."""
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from msgspec import Struct
+
 from router.stages import StageClock
 
 
@@ -70,8 +72,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(Struct, frozen=True, gc=False):
     """One output token; `position` counts the sample's output over all attempts, from 0 and without gaps."""
 
     sample: int

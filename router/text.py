@@ -5,8 +5,9 @@ this is the one place that can find them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import Struct
 
 
 class TokenDecoder(Protocol):
@@ -25,8 +26,7 @@ class Detokenizer(Protocol):
     def decode_stream(self, skip_special_tokens: bool = True) -> TokenDecoder: ...
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(Struct, frozen=True, gc=False):
     """`text` may be shown; `matched_stop` is the stop string that ends the sample, if one did."""
 
     text: str

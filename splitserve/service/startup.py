@@ -13,6 +13,8 @@ from contextlib import contextmanager
 
 # What is shorter goes to "other": nobody waits for it.
 _SHORT_S = 0.05
+# So many containers more than at the last look; 700 by default. A few MB, if all of them were garbage.
+_COLLECTED_AFTER = 10_000
 _LINE = re.compile(r"started in [\d.]+ s: [^'\"\x1b]+")
 
 
@@ -35,6 +37,13 @@ def uncollected_imports() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def collect_rarely() -> None:
+    """For a process that holds thousands of streams: what it has made by now is no garbage, and looking through all the
+    streams for some each time a few hundred tokens wait in them takes longer than the tokens do."""
+    gc.freeze()
+    gc.set_threshold(_COLLECTED_AFTER)
 
 
 def startup_line(total_s: float, part_seconds: Mapping[str, float], details: str) -> str:

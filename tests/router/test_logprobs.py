@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from router.events import PromptLogprobsArrived
 from router.request import Event, FinishReason, PromptLogprobs, Sampling, TokenEvent, TokenLogprobs
@@ -189,7 +190,7 @@ async def test_chunk_lacks_its_tokens_logprob() -> None:
     """C10: one entry per id, the token that ended the output included; none where none was asked for."""
     events: list[Step] = [
         PromptLogprobs(tuple(PROMPT[:2])),
-        *(replace(e, logprobs=entry(e.token_id)) for e in tokens("hi")),
+        *(structs.replace(e, logprobs=entry(e.token_id)) for e in tokens("hi")),
     ]
     async with running(Edge(FakeDispatcher(lambda _: events))) as edge:
         chunks = [message.chunk async for message in edge.generate() if message.HasField("chunk")]

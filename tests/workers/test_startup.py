@@ -15,7 +15,7 @@ import pytest
 import structlog
 
 from splitserve.service.logging import configure_logging
-from splitserve.service.startup import find_startup_line, startup_line, uncollected_imports
+from splitserve.service.startup import collect_rarely, find_startup_line, startup_line, uncollected_imports
 
 PARTS = {"front", "imports", "config", "weights", "packing", "self-test"}
 
@@ -98,4 +98,19 @@ def test_collector_looks_at_what_was_imported_or_stays_off() -> None:
         assert gc.isenabled()
         assert gc.get_freeze_count() > num_frozen
     finally:
+        gc.unfreeze()
+
+
+def test_waiting_tokens_make_the_collector_look_through_all_streams() -> None:
+    before, looks = gc.get_threshold(), gc.get_stats()[0]["collections"]
+    try:
+        collect_rarely()
+        waiting = [[number] for number in range(5_000)]
+        assert gc.get_stats()[0]["collections"] == looks
+        garbage = []
+        garbage.append(garbage)
+        del garbage, waiting
+        assert gc.collect() > 0, "what is made afterwards is still collected"
+    finally:
+        gc.set_threshold(*before)
         gc.unfreeze()
