@@ -1,29 +1,32 @@
-"""One attempt's path through a decode worker: reserved → blocks arrived → running → ended.
+"""One attempt's path through a decode worker: reserved → blocks arrived, or computed here → running → ended.
 
 Runs on the engine thread and owns reservations, sequences and the allocator. While a transfer is open its blocks belong
 to the KV thread: this side neither reads nor frees them, and takes them back only with the transfer's terminal event.
 A reservation outlives a transfer that fails: it is kept for a while, and the router may ask for another ticket.
 What the prefix cache holds already is pinned instead and not sent. Blocks enter the cache when their transfer has been
-verified, or when decoding has filled them.
+verified, or when they have been filled here.
+
+A prompt that is computed here has no transfer. Its chunks share steps with the sequences that decode, which wait for no
+chunk but that of their step.
 """
+
+from dataclasses import replace
 
 import msgspec
 import structlog
+import torch
 
 from decode_worker.hand_off import first_tokens, split
-from decode_worker.reservations import Reservations
-from decode_worker.running import Running
-from decode_worker.scheduler import StepPlan, admit, plan_step
-from decode_worker.state import Phase, Reservation, Sequence
+from decode_worker.holding import HoldingEngine
+from decode_worker.scheduler import StepPlan, admit, num_growing, plan_step
+from decode_worker.state import LocalPrompt, Phase, Reservation, Sequence
 from kvtransfer import events
 from splitserve.engine.batch import Segment
 from splitserve.service.reasons import Reason
 from splitserve.worker import commands, messages, reports
-from splitserve.worker.admission import Refusal
-from splitserve.worker.engine_setup import EngineContext
-from splitserve.worker.load import load_report
-from splitserve.worker.role import EngineBase
-from splitserve.worker.sampling import Draw, draw_tokens, start_problem
+from splitserve.worker.admission import Refusal, decode_blocks
+from splitserve.worker.chunks import Chunk
+from splitserve.worker.sampling import NOT_FINITE, Draw, draw_tokens, start_problem
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
@@ -32,15 +35,8 @@ _MISMATCH = "mismatch"
 _OUT_OF_BLOCKS = "out of blocks"
 
 
-class DecodeEngine(EngineBase):
+class DecodeEngine(HoldingEngine):
     """What the decode worker adds to the engine loop."""
-
-    def __init__(self, context: EngineContext) -> None:
-        super().__init__(context)
-        # A sequence that alone fills the pool ends by length instead of waiting for blocks that cannot come.
-        self._max_len = min(context.max_model_len, context.runner.pool.num_blocks * self._layout.block_size)
-        self._reservations = Reservations(context, self._allocator)
-        self._running = Running(self._allocator, self._layout.block_size)
 
     # Commands and events
 
@@ -53,8 +49,7 @@ class DecodeEngine(EngineBase):
             case commands.Release():
                 self._on_release(item)
             case commands.EndSession(session=session):
-                for orphan in self._reservations.attempts_of(session) | self._running.attempts_of(session):
-                    self._release(orphan, "the router is gone")
+                self._end_session(session)
             case commands.Drain(timeout_s=timeout_s):
                 self._begin_drain(timeout_s)
             case commands.SetPeers():
@@ -68,11 +63,15 @@ class DecodeEngine(EngineBase):
 
     def _reserve(self, command: commands.Reserve) -> None:
         attempt = command.attempt
-        if attempt in self._reservations or attempt in self._ended or self._running.of_attempt(attempt):
+        is_here = attempt in self._reservations or attempt in self._local or self._running.of_attempt(attempt)
+        if is_here or attempt in self._ended:
             self._ignore(command)
             return
         if refusal := self._refusal(command.start):
             self._refuse(command, refusal)
+            return
+        if command.is_local:
+            self._compute(command)
             return
         keys = self._key_chain(command.start.token_ids)
         reservation = self._reservations.take_room(command, keys, self._pin_cached(keys))
@@ -85,15 +84,43 @@ class DecodeEngine(EngineBase):
         self.report_load()
         self._publish(reports.Reserved(session=reservation.session, attempt=reservation.attempt, ticket=ticket))
 
+    def _compute(self, command: commands.Reserve) -> None:
+        """Here, in chunks, from the next step on."""
+        start = command.start
+        keys = self._key_chain(start.token_ids)
+        num_blocks = decode_blocks(len(start.token_ids), len(start.samples), self._layout.block_size)
+        blocks, num_cached = self._take_blocks(start, keys, num_blocks)
+        prompt = LocalPrompt(
+            attempt=command.attempt,
+            session=command.session,
+            start=start,
+            keys=keys,
+            blocks=blocks,
+            num_cached=num_cached,
+            deadline=self._context.clock() + command.timeout_s,
+            traceparent=command.traceparent,
+        )
+        self._local.add(prompt)
+        self._accept(prompt)
+
     def _refusal(self, start: messages.Start) -> Refusal | None:
         problem = self._draining_refusal() or start_problem(start, self._runner.vocab_size)
         return problem or admit(
             len(start.token_ids),
             len(start.samples),
             self._room(),
-            num_seqs=len(self._running) + self._reservations.num_seqs,
+            num_seqs=len(self._running) + self._reservations.num_seqs + self._local.num_seqs,
             max_num_seqs=self._context.config.max_num_seqs,
         )
+
+    def _on_release(self, command: commands.Release) -> None:
+        if not command.samples:
+            self._release(command.attempt, f"released by the router: {command.reason}")
+            return
+        for sequence in self._running.of_attempt(command.attempt):
+            if sequence.sample in command.samples:
+                self._running.drop(sequence)
+                self._note_end(command.attempt)
 
     # From reservation to sequences
 
@@ -118,11 +145,9 @@ class DecodeEngine(EngineBase):
         if reservation.phase is Phase.CLOSING:
             self._allocator.release(reservation.blocks)
             return
-        sequences = split(reservation, self._runner.pool, self._allocator)
-        self._running.add(sequences)
         if reservation.phase is Phase.RENEWING:
             self._publish(reports.AlreadyRunning(reservation.session, reservation.attempt))
-        self._take_tokens(list(zip(sequences, tokens, strict=True)))
+        self._take_tokens(self._begin(reservation, tokens))
 
     def _wrong_finish(self, reservation: Reservation, detail: str) -> None:
         """The first time another prefill worker may do better; the second time it may be this side that is wrong."""
@@ -181,28 +206,91 @@ class DecodeEngine(EngineBase):
             return
         self._open(reservation, command.timeout_s)
 
-    # Endings
+    # Steps
 
-    def _release(self, attempt: str, reason: str) -> None:
-        """Lets everything of an attempt go; blocks under way come back with their transfer's end."""
-        self._ended.add(attempt)
-        self._reservations.close(attempt, reason)
-        for sequence in self._running.of_attempt(attempt):
-            self._running.drop(sequence)
+    def has_work(self) -> bool:
+        return len(self._running) + len(self._local) > 0
 
-    def _on_release(self, command: commands.Release) -> None:
-        if not command.samples:
-            self._release(command.attempt, f"released by the router: {command.reason}")
-            return
-        for sequence in self._running.of_attempt(command.attempt):
-            if sequence.sample in command.samples:
-                self._running.drop(sequence)
-                self._note_end(command.attempt)
+    def step(self) -> bool:
+        batch = self._carry_out(self._plan())
+        # However many decode, a prompt gets on.
+        chunks = self._plan_chunks(self._local, max(self._context.config.max_num_batched_tokens - len(batch), 1))
+        if not batch and not chunks:
+            return False
+        rows = [Segment([s.token_ids[-1]], len(s.token_ids) - 1, s.blocks, wants_logits=True) for s in batch]
+        segments = [self._local[chunk.attempt].segment(chunk) for chunk in chunks]
+        logits = self._runner.run(rows + segments)
+        self._decoded(batch, logits[: len(batch)])
+        # One part of the other rows per chunk, which is empty for most.
+        parts = torch.split(logits[len(batch) :], [segment.num_logits for segment in segments])
+        for chunk, part in zip(chunks, parts, strict=True):
+            self._computed(self._local[chunk.attempt], chunk, part)
+        return True
 
-    def _note_end(self, attempt: str) -> None:
-        """One of its sequences has ended: if it was the last one, so has the attempt."""
-        if not self._running.of_attempt(attempt):
-            self._ended.add(attempt)
+    def _decoded(self, batch: list[Sequence], logits: torch.Tensor) -> None:
+        draws = [Draw(s.params, s.sample, s.history) for s in batch]
+        tokens = draw_tokens(logits, draws, self._eos_token_ids, self._max_len)
+        for sequence, token in zip(batch, tokens, strict=True):
+            if token is not None:
+                self._cache_filled(sequence)
+                continue
+            self._forget_cached(sequence.keys)
+            if sequence in self._running:  # its attempt may have ended with a sibling
+                self._end(sequence, Reason.INTERNAL, NOT_FINITE)
+        self._take_tokens(
+            [(s, token) for s, token in zip(batch, tokens, strict=True) if token is not None and s in self._running]
+        )
+
+    def _computed(self, prompt: LocalPrompt, chunk: Chunk, logits: torch.Tensor) -> None:
+        """With the last chunk the samples begin. The router has been told their first tokens."""
+        tokens = self._take_chunk(prompt, chunk, logits)
+        if tokens is None:
+            self._forget_cached(prompt.keys)
+            self._end(prompt, Reason.INTERNAL, NOT_FINITE)
+        elif tokens:
+            self._local.remove(prompt)
+            self._append(self._begin(prompt, tokens))
+
+    def _begin(
+        self, begun: Reservation | LocalPrompt, tokens: list[messages.Token]
+    ) -> list[tuple[Sequence, messages.Token]]:
+        """All blocks are here: one sequence per sample runs from now on, each with the first token that it takes."""
+        sequences = split(begun, self._runner.pool, self._allocator)
+        self._running.add(sequences)
+        return list(zip(sequences, tokens, strict=True))
+
+    def _cache_filled(self, sequence: Sequence) -> None:
+        """Offers the block that the token just computed has completed, if it has: the next turn of a chat finds it."""
+        num_full, rest = divmod(len(sequence.token_ids), self._layout.block_size)
+        if rest == 0:
+            sequence.keys.extend(sequence.token_ids)
+            self._cache(sequence.blocks[num_full - 1 : num_full], sequence.keys.complete[num_full - 1 :])
+
+    def _plan(self) -> StepPlan:
+        running, local, available = self._running.views(), self._local.views(), self._allocator.available
+        if num_growing(running, self._layout.block_size) > available:  # some may have to go
+            # What the end of each would free takes a look at every block.
+            holders = [*self._running, *self._local]
+            freed = self._allocator.count_released([holder.blocks for holder in holders])
+            running = [replace(view, num_freed=num) for view, num in zip(running, freed, strict=False)]
+            local = [replace(view, num_freed=num) for view, num in zip(local, freed[len(running) :], strict=True)]
+        return plan_step(
+            running,
+            self._reservations.incomplete(),
+            local,
+            returning=self._reservations.num_returning,
+            available=available,
+            block_size=self._layout.block_size,
+        )
+
+    def _carry_out(self, plan: StepPlan) -> list[Sequence]:
+        """Ends who has to go; returns the sequences to compute."""
+        for attempt in plan.revoke:
+            holder = self._local[attempt] if attempt in self._local else self._reservations[attempt]
+            self._end(holder, Reason.PREEMPTED, "its blocks went to a running sequence")
+        for key in plan.preempt:
+            self._preempt(self._running[key])
+        return self._running.batch(plan)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Its siblings go on, if it has any."""
@@ -215,105 +303,15 @@ class DecodeEngine(EngineBase):
         log.warning("sample preempted", attempt=attempt, sample=sample, detail=_OUT_OF_BLOCKS, traceparent=trace)
         self._publish(reports.AttemptEnded(session, attempt, Reason.PREEMPTED, _OUT_OF_BLOCKS, (sample,)))
 
-    def _end(self, holder: Reservation | Sequence, reason: Reason, message: str) -> None:
-        """Tells the router that the attempt is lost, with all its samples, then lets it go."""
-        self._report_end(holder, reason, message)
-        self._release(holder.attempt, message)
-
-    def _report_end(self, holder: Reservation | Sequence, reason: Reason, message: str) -> None:
-        """Once per attempt: one that is closing has been reported, or nobody wants to hear of it."""
-        if isinstance(holder, Reservation) and holder.phase is Phase.CLOSING:
-            return
-        trace = holder.traceparent
-        self._publish_end(holder.session, holder.attempt, reason, message, trace)
-
-    def expire(self, now: float) -> None:
-        """A reservation has a deadline; what runs is watched by the step clock and by the router."""
-        for reservation in self._reservations.expired(now):
-            what = "no other ticket was asked for" if reservation.phase is Phase.PARKED else "its blocks did not arrive"
-            self._end(reservation, Reason.TIMEOUT, f"{what} in time")
-        self._continue_drain(now)
-
-    def is_empty(self) -> bool:
-        return len(self._running) + len(self._reservations) == 0
-
-    def end_all(self, reason: Reason, message: str) -> None:
-        for sequence in list(self._running):
-            if sequence in self._running:  # it may have ended with a sibling
-                self._end(sequence, reason, message)
-        for reservation in self._reservations:
-            self._end(reservation, reason, message)
-
-    # Steps
-
-    def has_work(self) -> bool:
-        return len(self._running) > 0
-
-    def step(self) -> bool:
-        batch = self._carry_out(self._plan())
-        if not batch:
-            return False
-        logits = self._runner.run(
-            [Segment([s.token_ids[-1]], len(s.token_ids) - 1, s.blocks, wants_logits=True) for s in batch]
-        )
-        draws = [Draw(s.params, s.sample, s.history) for s in batch]
-        tokens = draw_tokens(logits, draws, self._eos_token_ids, self._max_len)
-        for sequence, token in zip(batch, tokens, strict=True):
-            if token is not None:
-                self._cache_filled(sequence)
-                continue
-            self._forget_cached(sequence.keys)
-            if sequence in self._running:  # its attempt may have ended with a sibling
-                self._end(sequence, Reason.INTERNAL, "the model's logits are not finite")
-        self._take_tokens(
-            [(s, token) for s, token in zip(batch, tokens, strict=True) if token is not None and s in self._running]
-        )
-        return True
-
-    def _cache_filled(self, sequence: Sequence) -> None:
-        """Offers the block that the token just computed has completed, if it has: the next turn of a chat finds it."""
-        num_full, rest = divmod(len(sequence.token_ids), self._layout.block_size)
-        if rest == 0:
-            sequence.keys.extend(sequence.token_ids)
-            self._cache(sequence.blocks[num_full - 1 : num_full], sequence.keys.complete[num_full - 1 :])
-
-    def _plan(self) -> StepPlan:
-        return plan_step(
-            self._running.views(),
-            self._reservations.incomplete(),
-            returning=self._reservations.num_returning,
-            available=self._allocator.available,
-            block_size=self._layout.block_size,
-        )
-
-    def _carry_out(self, plan: StepPlan) -> list[Sequence]:
-        """Ends who has to go; returns the sequences to compute."""
-        for attempt in plan.revoke:
-            self._end(self._reservations[attempt], Reason.PREEMPTED, "its blocks went to a running sequence")
-        for key in plan.preempt:
-            self._preempt(self._running[key])
-        return self._running.batch(plan)
-
     def _take_tokens(self, drawn: list[tuple[Sequence, messages.Token]]) -> None:
-        """Goes on with each sequence, or ends it; every router gets its own tokens in one message."""
-        for session, tokens in self._running.take_tokens(drawn).items():
+        """Every router gets its own tokens in one message."""
+        for session, tokens in self._append(drawn).items():
             self._publish(reports.StepTokens(session=session, tokens=tokens))
+
+    def _append(self, drawn: list[tuple[Sequence, messages.Token]]) -> dict[int, list[messages.Token]]:
+        """Goes on with each sequence, or ends it; by session, the tokens as its router knows them."""
+        by_session = self._running.take_tokens(drawn)
         for sequence, token in drawn:
             if token.finish_reason:
                 self._note_end(sequence.attempt)
-
-    def load(self) -> reports.Load:
-        return load_report(
-            self._allocator.counts,
-            self._agent.stats(),
-            num_running=len(self._running),
-            num_waiting=self._reservations.num_seqs,
-            waiting_tokens=0,
-            tokens_ahead=0,
-        )
-
-    def check(self) -> None:
-        if self.is_empty():
-            self._allocator.check_idle()
-        else:
-            self._allocator.check()
+        return by_session

@@ -1,10 +1,10 @@
-"""What a complete transfer becomes, first tokens that are what was asked for and one sequence per sample; and what
-another transfer of a reservation may begin with.
+"""What a complete transfer becomes, first tokens that are what was asked for and one sequence per sample, as does a
+prompt that was computed here; and what another transfer of a reservation may begin with.
 
 Called by the flow, on the engine thread, once the blocks are the engine's.
 """
 
-from decode_worker.state import Reservation, Sequence
+from decode_worker.state import LocalPrompt, Reservation, Sequence
 from kvtransfer import events
 from splitserve.engine.allocator import BlockAllocator
 from splitserve.engine.pool import KVPool
@@ -30,15 +30,28 @@ def first_tokens(reservation: Reservation, event: events.TransferComplete, vocab
     return tokens
 
 
-def split(reservation: Reservation, pool: KVPool, allocator: BlockAllocator) -> list[Sequence]:
+def split(begun: Reservation | LocalPrompt, pool: KVPool, allocator: BlockAllocator) -> list[Sequence]:
     """One sequence per sample: whole blocks are shared, the partial last one is copied for each."""
-    first, *others = reservation.own_blocks
-    has_partial_block = len(reservation.token_ids) % pool.layout.block_size > 0
+    first, *others = begun.own_blocks
+    has_partial_block = len(begun.token_ids) % pool.layout.block_size > 0
     for own in others:
-        allocator.share(reservation.full_blocks)
+        allocator.share(begun.full_blocks)
         if has_partial_block:
             pool.copy_block(first, own)
-    return reservation.sequences()
+    return [
+        Sequence(
+            attempt=begun.attempt,
+            session=begun.session,
+            params=begun.params,
+            sample=sample.index,
+            num_prompt=len(begun.start.prompt_ids),
+            token_ids=list(begun.token_ids),
+            keys=begun.keys.fork(),
+            blocks=[*begun.full_blocks, own],
+            traceparent=begun.traceparent,
+        )
+        for sample, own in zip(begun.samples, begun.own_blocks, strict=True)
+    ]
 
 
 def renewal_problem(before: messages.Start, after: messages.Start, vocab_size: int) -> str | None:

@@ -5,11 +5,10 @@ Called by the flow, on the engine thread. What a step does with them is the sche
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
 import msgspec
 
-from decode_worker.scheduler import SequenceView, StepPlan, num_growing
+from decode_worker.scheduler import SequenceView, StepPlan
 from decode_worker.state import Sequence
 from splitserve.engine.allocator import BlockAllocator
 from splitserve.worker import messages
@@ -60,13 +59,8 @@ class Running:
         return {sequence.attempt for sequence in self if sequence.session == session}
 
     def views(self) -> list[SequenceView]:
-        """As the scheduler sees them. What the end of each would free is counted only when somebody may have to go: it
-        takes a look at every block."""
-        views = [SequenceView(s.key, len(s.token_ids), len(s.blocks)) for s in self]
-        if num_growing(views, self._block_size) <= self._allocator.available:
-            return views
-        freed = self._allocator.count_released([s.blocks for s in self])
-        return [replace(view, num_freed=count) for view, count in zip(views, freed, strict=True)]
+        """As the scheduler sees them; what the end of each would free is not looked up."""
+        return [SequenceView(s.key, len(s.token_ids), len(s.blocks)) for s in self]
 
     def batch(self, plan: StepPlan) -> list[Sequence]:
         """The sequences to compute, each with the block that the plan gives it; those that end have ended before."""

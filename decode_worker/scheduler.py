@@ -30,10 +30,19 @@ class ReservationView:
     num_blocks: int
 
 
+@dataclass(frozen=True, slots=True)
+class LocalView:
+    """An attempt whose prompt is being computed here. `num_freed` blocks become available if it ends after all younger
+    ones of its kind."""
+
+    attempt: str
+    num_freed: int = 0
+
+
 @dataclass(slots=True)
 class StepPlan:
     """`run` names the sequences that decode, after those in `grow` got one block each; those in `preempt`, and
-    the attempts in `revoke`, end, youngest first."""
+    the attempts in `revoke`, end, in this order."""
 
     run: list[str] = field(default_factory=list)
     grow: list[str] = field(default_factory=list)
@@ -65,6 +74,7 @@ def num_growing(running: Sequence[SequenceView], block_size: int) -> int:
 def plan_step(
     running: Sequence[SequenceView],
     incomplete: Sequence[ReservationView],
+    local: Sequence[LocalView] = (),
     *,
     returning: int,
     available: int,
@@ -72,13 +82,20 @@ def plan_step(
 ) -> StepPlan:
     """Plans one step over `running` with `available` blocks; `returning` ones belong to reservations revoked before.
 
-    `running` and `incomplete` are in order of arrival. Out of blocks, the youngest incomplete reservations go first,
-    and only what they cannot bring is taken from the youngest sequences, of samples that began together from the last.
+    All are in order of arrival. Out of blocks, the youngest prompts that are computed here go first, because theirs are
+    back at once, then the youngest incomplete reservations, and only what they cannot bring is taken from the youngest
+    sequences, of samples that began together from the last.
     Sequences whose block is still on its way back sit the step out, the youngest first. The oldest never gives way: it
     alone always fits, because its length is bounded.
     """
     plan = StepPlan()
     missing = num_growing(running, block_size) - available - returning
+    for prompt in reversed(local):
+        if missing <= 0:
+            break
+        plan.revoke.append(prompt.attempt)
+        available += prompt.num_freed
+        missing -= prompt.num_freed
     for reservation in reversed(incomplete):
         if missing <= 0:
             break

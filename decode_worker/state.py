@@ -1,4 +1,5 @@
-"""What a decode worker keeps of an attempt: a reservation while its blocks arrive, then one sequence per sample."""
+"""What a decode worker keeps of an attempt: a reservation while its blocks arrive, or its prompt while that is computed
+here; then one sequence per sample."""
 
 import enum
 from dataclasses import dataclass, field
@@ -7,6 +8,7 @@ from splitserve.engine.block_keys import KeyChain
 from splitserve.engine.history import TokenHistory
 from splitserve.engine.sampling_params import SamplingParams
 from splitserve.worker import commands, messages
+from splitserve.worker.prompts import Prompt
 
 
 class Phase(enum.Enum):
@@ -97,19 +99,19 @@ class Reservation:
         blocks, num_full = self.blocks + more_blocks, len(self.keys.complete)
         self.full_blocks, self.own_blocks = blocks[:num_full], blocks[num_full:]
 
-    def sequences(self) -> list[Sequence]:
-        """What the reservation becomes, once its blocks are there: one sequence per sample."""
-        return [
-            Sequence(
-                attempt=self.attempt,
-                session=self.session,
-                params=self.params,
-                sample=sample.index,
-                num_prompt=len(self.start.prompt_ids),
-                token_ids=list(self.token_ids),
-                keys=self.keys.fork(),
-                blocks=[*self.full_blocks, own],
-                traceparent=self.traceparent,
-            )
-            for sample, own in zip(self.samples, self.own_blocks, strict=True)
-        ]
+
+@dataclass(slots=True)
+class LocalPrompt(Prompt):
+    """A prompt that is computed here. Its `blocks` are those of a reservation: the whole ones of its tokens, and
+    one per sample."""
+
+    deadline: float
+    traceparent: str
+
+    @property
+    def full_blocks(self) -> list[int]:
+        return self.blocks[: len(self.keys.complete)]
+
+    @property
+    def own_blocks(self) -> list[int]:
+        return self.blocks[len(self.keys.complete) :]

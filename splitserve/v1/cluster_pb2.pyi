@@ -701,7 +701,9 @@ Global___SequenceLimits: _TypeAlias = SequenceLimits  # noqa: Y015
 
 @_typing.final
 class Reserve(_message.Message):
-    """Asks a decode worker for room. Answered by `reserved` or `refused`."""
+    """Asks a decode worker for room. Answered by `reserved` or `refused`; where the worker is to compute the prompt itself, as
+    `prefill` is.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -710,12 +712,15 @@ class Reserve(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     KEEP_S_FIELD_NUMBER: _builtins.int
+    IS_LOCAL_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.str
     traceparent: _builtins.str
     timeout_s: _builtins.float
     """The reservation is given back if its blocks have not arrived by then."""
     keep_s: _builtins.float
     """How long the reservation is kept after its transfer has failed; 0: it ends with the transfer."""
+    is_local: _builtins.bool
+    """No prefill worker has a part in the attempt: there is no ticket, and `timeout_s` ends with the first token."""
     @_builtins.property
     def start(self) -> Global___SequenceStart: ...
     def __init__(
@@ -726,10 +731,11 @@ class Reserve(_message.Message):
         traceparent: _builtins.str = ...,
         timeout_s: _builtins.float = ...,
         keep_s: _builtins.float = ...,
+        is_local: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "keep_s", b"keep_s", "start", b"start", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "is_local", b"is_local", "keep_s", b"keep_s", "start", b"start", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -944,7 +950,7 @@ Global___Prefill: _TypeAlias = Prefill  # noqa: Y015
 
 @_typing.final
 class Accepted(_message.Message):
-    """The prefill worker has blocks for the whole prompt: what is accepted is computed to its end."""
+    """Whoever is to compute the prompt has blocks for all of it. A prefill worker computes it to its end."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -952,7 +958,7 @@ class Accepted(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.str
     num_cached_tokens: _builtins.int
-    """Tokens that come from the prefill worker's prefix cache and are not computed."""
+    """Tokens that come from this worker's prefix cache and are not computed."""
     def __init__(
         self,
         *,
@@ -994,7 +1000,7 @@ Global___Refused: _TypeAlias = Refused  # noqa: Y015
 
 @_typing.final
 class FirstTokens(_message.Message):
-    """The prefill worker's first token of every sample of the attempt."""
+    """The first token of every sample of the attempt, from whoever computed the prompt."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

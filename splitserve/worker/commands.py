@@ -18,12 +18,15 @@ class Configure(Message, frozen=True):
 
 
 class Reserve(Message, frozen=True):
+    """`is_local`: this worker computes the prompt itself."""
+
     session: int
     attempt: str
     start: Start
     timeout_s: float
     traceparent: str = ""
     keep_s: float = 0.0
+    is_local: bool = False
 
 
 class Renew(Message, frozen=True):

@@ -26,6 +26,8 @@ class EngineBase(ABC):
         self._agent = context.agent
         self._publish = context.publish
         self._eos_token_ids = frozenset(context.description.eos_token_ids)
+        # Prompt and output together.
+        self._max_len = context.max_model_len
         self._allocator = BlockAllocator(context.runner.pool.num_blocks)
         self._last_load: reports.Load | None = None
         self._ended = EndedAttempts()

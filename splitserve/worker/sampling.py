@@ -16,6 +16,8 @@ from splitserve.service.reasons import Reason
 from splitserve.worker import messages
 from splitserve.worker.admission import Refusal
 
+NOT_FINITE = "the model's logits are not finite"
+
 
 def sampling_params(limits: messages.Limits) -> SamplingParams:
     """Raises ValueError for values out of range."""

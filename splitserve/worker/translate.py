@@ -27,6 +27,7 @@ def to_command(message: pb.RouterMessage, session: int) -> commands.Command | No
                 timeout_s=reserve.timeout_s,
                 traceparent=reserve.traceparent,
                 keep_s=reserve.keep_s,
+                is_local=reserve.is_local,
             )
         case "renew":
             renew = message.renew

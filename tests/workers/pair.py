@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from decode_worker.flow import DecodeEngine
 from kvtransfer.agent import KVAgent
 from kvtransfer.carrier import Carrier
@@ -192,11 +194,12 @@ class Pair:
         session: int = 1,
         timeout_s: float = 60.0,
         keep_s: float = 0.0,
+        is_local: bool = False,
         **changes: Any,
     ) -> str:
         attempt = attempt or uuid.uuid4().hex
         start = _start(prompt, outputs, **changes)
-        self.decode.inbox.put(commands.Reserve(session, attempt, start, timeout_s, keep_s=keep_s))
+        self.decode.inbox.put(commands.Reserve(session, attempt, start, timeout_s, keep_s=keep_s, is_local=is_local))
         return attempt
 
     def ticket(self, attempt: str) -> Ticket | None:
@@ -225,14 +228,28 @@ class Pair:
         start = _start(prompt, outputs, **changes)
         self.prefill.inbox.put(commands.Prefill(session, leg or attempt, start, ticket, timeout_s))
 
-    def begin(self, prompt: Sequence[int], outputs: Sequence[int] = (), *, session: int = 1, **changes: Any) -> str:
-        attempt = self.reserve(prompt, outputs, session=session, **changes)
+    def begin(
+        self,
+        prompt: Sequence[int],
+        outputs: Sequence[int] = (),
+        *,
+        session: int = 1,
+        is_local: bool = False,
+        **changes: Any,
+    ) -> str:
+        """`is_local`: decode computes the prompt itself."""
+        attempt = self.reserve(prompt, outputs, session=session, is_local=is_local, **changes)
+        if is_local:
+            return attempt
         self.prefill_attempt(attempt, prompt, outputs, session=session, **changes)
         return attempt
 
     def tokens(self, attempt: str) -> list[messages.Token]:
-        """What decode has said of the attempt, the repeated first token included."""
-        return [t for report in self.decode.said(reports.StepTokens) for t in report.tokens if t.attempt == attempt]
+        """What decode has said of the attempt, the first token included, which it repeats or has drawn itself."""
+        firsts = [report for report in self.decode.said(reports.FirstTokens) if report.attempt == attempt]
+        return [msgspec.structs.replace(t, attempt=attempt) for report in firsts for t in report.tokens] + [
+            t for report in self.decode.said(reports.StepTokens) for t in report.tokens if t.attempt == attempt
+        ]
 
     def is_finished(self, attempt: str) -> bool:
         return any(token.finish_reason for token in self.tokens(attempt))

@@ -1,5 +1,5 @@
-"""Invariant 10 in the default dtype, through both engines: whatever befalls a request, its tokens, their logprobs, K
-and V are those of the same request alone on workers that hold nothing."""
+"""Invariant 10 in the default dtype, through both engines: whatever befalls a request, and whoever computes its prompt,
+its tokens, their logprobs, K and V are those of the same request alone on workers that hold nothing."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,6 +36,8 @@ class Request:
     length: int
     fork: int
     options: str
+    is_local: bool = False
+    "Decode computes the prompt itself."
 
     @property
     def prompt(self) -> list[int]:
@@ -46,7 +48,8 @@ class Request:
 class Fate:
     """`requests` come together to the pair of `budget`, which holds some blocks of the first one's prompt.
 
-    After `cut` of its tokens the first one's attempt ends, and another begins on the pair of `next_budget`.
+    After `cut` of its tokens the first one's attempt ends, and another begins on the pair of `next_budget`: on
+    decode alone if it `goes_on_locally`.
     """
 
     budget: int
@@ -55,6 +58,7 @@ class Fate:
     on_decode: int = 0
     cut: int | None = None
     next_budget: int = 512
+    goes_on_locally: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,9 @@ class Outcome:
     blocks: list[bytes]
 
 
-requests = st.builds(Request, st.integers(1, 5 * B), st.integers(0, 5 * B), st.sampled_from(sorted(OPTIONS)))
+requests = st.builds(
+    Request, st.integers(1, 5 * B), st.integers(0, 5 * B), st.sampled_from(sorted(OPTIONS)), st.booleans()
+)
 fates = st.builds(
     Fate,
     st.sampled_from(BUDGETS),
@@ -74,6 +80,7 @@ fates = st.builds(
     st.integers(0, 5),
     st.none() | st.integers(1, 13),
     st.sampled_from(BUDGETS),
+    st.booleans(),
 )
 
 
@@ -104,7 +111,7 @@ def cached_blocks(rig: EngineRig, tokens: list[int]) -> list[bytes]:
 
 
 def alone(pair: Pair, request: Request, known: dict[Request, Outcome]) -> Outcome:
-    """What becomes of the request with nobody beside it, nothing cached and the whole prompt in one step."""
+    """What becomes of the request with nobody beside it, nothing cached and the whole prompt in one step of prefill."""
     if request not in known:
         for rig in (pair.prefill, pair.decode):
             forget(rig)
@@ -126,7 +133,9 @@ def live_through(fate: Fate, pairs: dict[int, Pair]) -> list[list[messages.Token
     pair, first = pairs[fate.budget], fate.requests[0]
     num_blocks = first.length // B
     warm(pair, min(fate.on_prefill, num_blocks), min(fate.on_decode, num_blocks), first.prompt)
-    attempts = [pair.begin(request.prompt, **OPTIONS[request.options]) for request in fate.requests]
+    attempts = [
+        pair.begin(request.prompt, is_local=request.is_local, **OPTIONS[request.options]) for request in fate.requests
+    ]
     if fate.cut is not None:
         pair.until(lambda: len(pair.tokens(attempts[0])) >= fate.cut or pair.is_finished(attempts[0]))
         before = told(pair, attempts[0])[: fate.cut]
@@ -137,7 +146,7 @@ def live_through(fate: Fate, pairs: dict[int, Pair]) -> list[list[messages.Token
     texts = [told(pair, attempt) for attempt in attempts]
     if fate.cut is not None and not before[-1].finish_reason:
         other = pairs[fate.next_budget]
-        again = other.begin(first.prompt, ids_of(before), **OPTIONS[first.options])
+        again = other.begin(first.prompt, ids_of(before), is_local=fate.goes_on_locally, **OPTIONS[first.options])
         other.until(lambda: other.is_finished(again))
         other.assert_drained()
         texts[0] = before + told(other, again)
@@ -145,7 +154,8 @@ def live_through(fate: Fate, pairs: dict[int, Pair]) -> list[list[messages.Token
 
 
 def test_anything_that_befalls_a_request_changes_a_bit(pairs: dict[int, Pair]) -> None:
-    """Company, chunks, hits on either side, a second attempt on other workers; lone rows of prompts and of decoding."""
+    """Company, chunks, hits on either side, prompts computed in decode's steps, a second attempt on other workers; lone
+    rows of prompts and of decoding."""
     require_exact(pairs[512].prefill.runner)
     known: dict[Request, Outcome] = {}
 
@@ -155,6 +165,13 @@ def test_anything_that_befalls_a_request_changes_a_bit(pairs: dict[int, Pair]) -
     @example(Fate(512, lone(2 * B + 1, "greedy"), on_prefill=2, on_decode=2))  # one token is left to compute
     @example(Fate(512, lone(2 * B, "everything"), on_prefill=2, cut=3, next_budget=7))
     @example(Fate(40, (Request(50, 50, "greedy"), Request(60, 40, "everything"), Request(1, 0, "greedy")), 1, 2, 6, 1))
+    @example(Fate(1, (Request(33, 33, "everything", is_local=True),)))
+    @example(
+        Fate(
+            40, (Request(50, 50, "greedy", True), Request(60, 40, "everything"), Request(9, 0, "greedy", True)), 1, 2, 6
+        )
+    )
+    @example(Fate(7, (Request(40, 40, "everything"), Request(2 * B, 2 * B, "greedy", True)), 0, 2, 9, 40, True))
     @given(fates)
     def check(fate: Fate) -> None:
         expected = [alone(pairs[512], request, known) for request in fate.requests]

@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 
 from decode_worker import scheduler as decode
 from decode_worker.scheduler import ReservationView, SequenceView, StepPlan
-from prefill_worker import scheduler as prefill
-from prefill_worker.scheduler import PromptView
 from router.queue import Waiting
 from router.scheduler import Demand
 from router.worker import LoadReport, Role
 from splitserve.worker import reports
+from splitserve.worker.chunks import PromptView, plan_chunks
 from tests.router.cluster_fakes import Router
 from tests.workers.pair import Pair
 from tests.workers.test_hand_off import prompt_of
@@ -47,7 +46,7 @@ class PrefillTier:
     def step(self) -> int:
         """Computes one step; returns how many tokens it took."""
         self.num_steps += 1
-        chunks = prefill.plan_step(
+        chunks = plan_chunks(
             list(self.prompts.values()),
             token_budget=self.budget,
             scored_budget=self.scored_budget,

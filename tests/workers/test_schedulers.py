@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_worker import scheduler as decode
-from decode_worker.scheduler import ReservationView, SequenceView, StepPlan
-from prefill_worker import scheduler as prefill
-from prefill_worker.scheduler import Chunk, PromptView
+from decode_worker.scheduler import LocalView, ReservationView, SequenceView, StepPlan
+from splitserve.worker.chunks import Chunk, PromptView, plan_chunks, tokens_ahead
 
 B = 4
 
@@ -33,11 +32,14 @@ FITS = [view(key, 0) for key in ("old", "mid", "new")]
 def plan(
     running: list[SequenceView],
     incomplete: list[ReservationView] | None = None,
+    local: list[LocalView] | None = None,
     *,
     available: int = 0,
     returning: int = 0,
 ) -> StepPlan:
-    return decode.plan_step(running, incomplete or [], returning=returning, available=available, block_size=B)
+    return decode.plan_step(
+        running, incomplete or [], local or [], returning=returning, available=available, block_size=B
+    )
 
 
 def test_sequence_with_room_is_held_back_or_given_a_block() -> None:
@@ -68,6 +70,20 @@ def test_reservations_are_revoked_one_step_at_a_time() -> None:
     assert plan(FULL[:2], small) == StepPlan(revoke=["r3", "r2"])
     # One block comes back later, the youngest gives another now: the oldest goes on at once.
     assert plan(FULL, small[:1]) == StepPlan(run=["old"], grow=["old"], preempt=["new"], revoke=["r1"])
+
+
+def test_reservation_is_revoked_while_a_prompt_is_computed() -> None:
+    """A prompt that is computed here gives its blocks back at once: the youngest first, and no more than are needed."""
+    prompts = [LocalView("l1", 1), LocalView("l2", 2)]
+    assert plan(FITS, local=prompts) == StepPlan(run=["old", "mid", "new"])
+    everyone = ["old", "mid", "new"]
+    assert plan(FULL, reservations(r1=3), prompts) == StepPlan(run=everyone, grow=everyone, revoke=["l2", "l1"])
+    assert plan(FULL[:2], reservations(r1=3), prompts) == StepPlan(run=everyone[:2], grow=everyone[:2], revoke=["l2"])
+    # What they cannot bring is taken from reservations, and only then from those that run.
+    assert plan(FULL, reservations(r1=3), prompts[:1]) == StepPlan(run=["old"], grow=["old"], revoke=["l1", "r1"])
+    assert plan(FULL, local=prompts[:1]) == StepPlan(
+        run=everyone[:2], grow=everyone[:2], preempt=["new"], revoke=["l1"]
+    )
 
 
 def test_second_reservation_is_revoked_before_the_first_one_is_back() -> None:
@@ -123,6 +139,7 @@ def test_oldest_sequence_is_preempted() -> None:
 class PoolState:
     running: list[SequenceView]
     incomplete: list[ReservationView]
+    local: list[LocalView]
     returning: int
     available: int
     block_size: int
@@ -139,10 +156,11 @@ def pools(draw: st.DrawFn) -> PoolState:
         for index, (blocks, over, freed) in enumerate(draw(st.lists(sizes, max_size=12)))
     ]
     incomplete = [ReservationView(f"r{i}", draw(st.integers(1, 4))) for i in range(draw(st.integers(0, 3)))]
+    local = [LocalView(f"l{i}", draw(st.integers(0, 4))) for i in range(draw(st.integers(0, 3)))]
     returning, available = draw(st.integers(0, 4)), draw(st.integers(0, 6))
     if len(running) == 1 and not (incomplete or returning):
         available += 1
-    return PoolState(running, incomplete, returning, available, block_size)
+    return PoolState(running, incomplete, local, returning, available, block_size)
 
 
 @given(pools())
@@ -151,6 +169,7 @@ def test_some_pool_makes_decode_lose_or_overdraw(pool: PoolState) -> None:
     step = decode.plan_step(
         pool.running,
         pool.incomplete,
+        pool.local,
         returning=pool.returning,
         available=pool.available,
         block_size=pool.block_size,
@@ -159,14 +178,17 @@ def test_some_pool_makes_decode_lose_or_overdraw(pool: PoolState) -> None:
     staying = [sequence for sequence in pool.running if sequence.key not in step.preempt]
     keys = [sequence.key for sequence in staying]
     needy = [s.key for s in staying if s.num_tokens > s.num_blocks * pool.block_size]
-    # Those that end are the youngest, first the reservations.
+    # Those that end are the youngest, first the prompts, then the reservations.
     assert step.preempt == order[::-1][: len(step.preempt)]
-    assert step.revoke == [r.attempt for r in reversed(pool.incomplete)][: len(step.revoke)]
-    assert not step.preempt or len(step.revoke) == len(pool.incomplete)
+    revocable = [holder.attempt for holder in [*reversed(pool.local), *reversed(pool.incomplete)]]
+    assert step.revoke == revocable[: len(step.revoke)]
+    assert not step.preempt or len(step.revoke) == len(revocable)
     assert not order or order[0] not in step.preempt
     # Growth: out of what is there, the oldest first; who gets no block sits out and nobody else does.
+    given_up = [prompt for prompt in pool.local if prompt.attempt in step.revoke]
+    available = pool.available + sum(prompt.num_freed for prompt in given_up)
     freed = sum(sequence.num_freed for sequence in pool.running if sequence.key in step.preempt)
-    assert step.grow == needy[: pool.available + freed]
+    assert step.grow == needy[: available + freed]
     assert step.run == [key for key in keys if key not in needy or key in step.grow]
     # Who sits out has its block on the way, or the step before has to be carried out first.
     coming = pool.returning + sum(r.num_blocks for r in pool.incomplete if r.attempt in step.revoke)
@@ -176,17 +198,17 @@ def test_some_pool_makes_decode_lose_or_overdraw(pool: PoolState) -> None:
     if step.preempt and len(staying) > 0:
         spared = pool.running[len(staying)]
         kept = decode.num_growing([*staying, spared], pool.block_size)
-        assert kept > pool.available + freed - spared.num_freed + coming
+        assert kept > available + freed - spared.num_freed + coming
     elif step.revoke and not step.preempt:
-        last = next(r for r in pool.incomplete if r.attempt == step.revoke[-1])
-        assert growing > pool.available + coming - last.num_blocks
+        sizes = {r.attempt: r.num_blocks for r in pool.incomplete} | {p.attempt: p.num_freed for p in pool.local}
+        assert growing > available + coming - sizes[step.revoke[-1]]
 
 
 # Prefill: steps of 64 tokens, at most 24 of them scored, more than 32 left is long, blocks of 16.
 
 
 def prefill_plan(prompts: list[PromptView]) -> list[Chunk]:
-    return prefill.plan_step(prompts, token_budget=64, scored_budget=24, threshold=32, block_size=16)
+    return plan_chunks(prompts, token_budget=64, scored_budget=24, threshold=32, block_size=16)
 
 
 @pytest.mark.parametrize(
@@ -276,8 +298,8 @@ def test_step_holds_more_logits_than_fit() -> None:
 
 
 def test_giant_prompt_is_counted_as_what_short_ones_wait_for() -> None:
-    assert prefill.tokens_ahead([], 32) == 0
-    assert prefill.tokens_ahead([GIANT, PromptView("a", 40, 10), PromptView("b", 33, 0)], 32) == 32 + 30 + 32
+    assert tokens_ahead([], 32) == 0
+    assert tokens_ahead([GIANT, PromptView("a", 40, 10), PromptView("b", 33, 0)], 32) == 32 + 30 + 32
 
 
 @st.composite
@@ -294,7 +316,7 @@ def test_some_step_is_not_full_or_too_full(
 ) -> None:
     """One contiguous chunk per prompt, in order of arrival; every token of the budget that may be computed."""
     threshold = min(threshold, max(budget // 2, 1))
-    step = prefill.plan_step(
+    step = plan_chunks(
         waiting, token_budget=budget, scored_budget=scored_budget, threshold=threshold, block_size=block_size
     )
     views = {prompt.attempt: prompt for prompt in waiting}

@@ -1,6 +1,6 @@
 """The log-probabilities of a prompt's own tokens: what a chunk's logits say about the tokens that follow them.
 
-Called by the prefill flow, chunk by chunk, so that no more than a step's logits are ever held.
+Called by `prompts`, chunk by chunk, so that no more than a step's logits are ever held.
 """
 
 from collections.abc import Sequence
