@@ -1,5 +1,5 @@
-"""One attempt: a decode worker, and one prefill worker after another, carrying a request from its reservation to its
-last token, or until something fails.
+"""One attempt: a decode worker, and one prefill worker after another unless it computes the prompt itself, carrying a
+request from its reservation to its last token, or until something fails.
 
 A request is a sequence of attempts (`flow`). An attempt owns its place on its workers from the moment it is granted
 until `close`, which gives back whatever is left there, at any stage. If only the prefill worker's part fails, its leg,
@@ -32,7 +32,7 @@ from router.events import (
     WorkerLost,
 )
 from router.inbox import Inbox
-from router.leg import Leg
+from router.leg import Leg, LocalLeg
 from router.leg_search import LegSearch, LegSource
 from router.metrics import RouterMetrics
 from router.pacing import Pacer
@@ -76,6 +76,7 @@ class Attempt:
         self.num_cached_tokens: int | None = None  # known once a prefill worker has accepted
         self.has_more = False  # tokens beside the one that was given last, which follow at once
         self._leg = leg
+        self._is_local = isinstance(leg, LocalLeg)
         self._search = LegSearch(legs, decode, inbox, patience_s=config.reserve_timeout)
         self._config = config
         self._metrics = metrics
@@ -106,10 +107,7 @@ class Attempt:
         """
         self._carried = carried
         self._start = carried.start()
-        # The reservation outlives everything that this side waits for before the blocks must be there; without a
-        # transfer it is kept for as long as a prefill worker is sought, and for a moment to say so.
-        keep_s = self._config.reserve_timeout + _KEEP_MARGIN_S
-        self.decode.channel.reserve(self.attempt_id, self._start, carried.seconds_left(), keep_s, carried.traceparent)
+        self._reserve()
         unfinished = self._unfinished = TokenOrders(self._start.outputs)
         while unfinished:
             match await self._next():
@@ -138,8 +136,23 @@ class Attempt:
 
     # What goes well
 
+    def _reserve(self) -> None:
+        # The reservation outlives everything that this side waits for before the blocks must be there; without a
+        # transfer it is kept for as long as a prefill worker is sought, and for a moment to say so.
+        keep_s = self._config.reserve_timeout + _KEEP_MARGIN_S
+        self.decode.channel.reserve(
+            self.attempt_id,
+            self._start,
+            self._carried.seconds_left(),
+            keep_s,
+            self._carried.traceparent,
+            is_local=self._is_local,
+        )
+        if self._is_local:
+            self._leg.expect(self._start)
+
     def _on_ticket(self, ticket: Ticket) -> None:
-        is_first = self._state is State.RESERVING
+        is_first = self._state is State.RESERVING and not self._is_local
         if not is_first and (self._state is not State.RENEWING or ticket.transfer_id == self._ticket.transfer_id):
             return  # said twice
         self._carried.failures.heard_of(self.decode.worker_id)
@@ -161,13 +174,12 @@ class Attempt:
             case Accepted(num_cached_tokens=num_cached_tokens):
                 if self.num_cached_tokens is None:
                     self.num_cached_tokens = num_cached_tokens
-                self._leg.is_accepted = True
-                self._carried.failures.heard_of(self._leg.worker.worker_id)
-                self._advance({State.HANDING_OVER}, State.PREFILLING)
+                self._on_accepted()
             case Transferred(transfer_id=transfer_id, num_bytes=num_bytes):
                 self._carried.stages.transferred(transfer_id, num_bytes)
             case FirstTokensArrived(tokens=tokens):
-                self._advance(BEFORE_FIRST_TOKEN, State.ARRIVING)
+                self._advance(BEFORE_FIRST_TOKEN, State.DECODING if self._is_local else State.ARRIVING)
+                self._release_unwanted_samples()
                 return tokens
             case AlreadyRunning():
                 self._on_running()
@@ -176,6 +188,13 @@ class Attempt:
                 self._on_running()
                 return (event,)
         return ()
+
+    def _on_accepted(self) -> None:
+        if self._is_local and not self._leg.is_accepted:
+            self._metrics.count_local_prefill()
+        self._leg.is_accepted = True
+        self._carried.failures.heard_of(self._leg.worker.worker_id)
+        self._advance({State.RESERVING if self._is_local else State.HANDING_OVER}, State.PREFILLING)
 
     def _on_running(self) -> None:
         """All blocks have come, even if the leg that sent them was taken for lost."""
@@ -207,6 +226,8 @@ class Attempt:
     async def _on_setback(self, setback: Setback) -> None:
         """Goes on if the attempt may; else raises AttemptLostError."""
         if isinstance(setback, TransferLost):
+            if self._is_local:
+                return  # about no ticket of ours
             is_current = self._state in WITH_LEG | {State.SEEKING} and setback.transfer_id == self._ticket.transfer_id
             if is_current and self._state is State.SEEKING:
                 self._is_ticket_spent = True

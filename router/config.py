@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from splitserve.service.config import Duration, Positive, Size
+from splitserve.service.config import Duration, NonNegative, Positive, Size
 
 Routing = Literal["round_robin", "least_loaded"]
-WithoutPrefill = Literal["refuse"]
+WithoutPrefill = Literal["refuse", "local"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +61,10 @@ class RouterConfig:
     "A worker whose step gets no further for this long is dead."
     routing: Routing = "least_loaded"
     "How to choose among workers with room."
+    split_threshold: NonNegative = 0
+    "A prompt, outputs so far included, of at most this many tokens is computed by its decode worker; 0: none."
     without_prefill: WithoutPrefill = "refuse"
-    "What becomes of new requests while there is no prefill worker."
+    "While no prefill worker can reach a decode worker: refuse new requests, or local: decode workers compute prompts."
     drain_timeout: Duration = 7.0
     "After SIGTERM, how long running streams may go on before they are ended with an error."
     parent_fd: int | None = None

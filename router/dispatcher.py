@@ -8,6 +8,7 @@ sessions are `membership`'s.
 
 import asyncio
 import itertools
+import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence, Set
 
@@ -15,7 +16,7 @@ from router.attempt import Attempt
 from router.config import RouterConfig
 from router.flow import RequestFlow
 from router.inbox import Inbox
-from router.leg import Leg
+from router.leg import Leg, LocalLeg
 from router.membership import End, Membership
 from router.metrics import RouterMetrics
 from router.pacing import Pacer
@@ -38,11 +39,6 @@ from splitserve.service.errors import Unavailable
 from splitserve.worker.admission import blocks_for, decode_blocks
 
 DRAINING = "this router is shutting down"
-
-
-def _too_large(demand: Demand) -> str:
-    samples = "" if demand.num_samples == 1 else f" for {demand.num_samples} samples"
-    return f"no linked pair of workers here can hold {demand.num_tokens} tokens{samples}"
 
 
 class ClusterDispatcher:
@@ -72,10 +68,10 @@ class ClusterDispatcher:
         """Whoever could only wait for other workers to come is told at once."""
         if not self._membership.is_ready:
             why = self._membership.why_not_ready()
-            if not self._membership.staying(Role.PREFILL):
+            if self._config.without_prefill == "refuse" and not self._membership.staying(Role.PREFILL):
                 why += f" (--without-prefill {self._config.without_prefill})"
         elif not self.could_place(demand):
-            why = _too_large(demand)
+            why = self._too_large(demand)
         else:
             return
         raise Unavailable(why, reason="NO_WORKERS", retry_after_s=1.0)
@@ -140,10 +136,12 @@ class ClusterDispatcher:
             return
         head: Waiting | None = None
         kept = self._kept = []
-        without_room: list[Demand] = []
+        # Who computes short prompts has nothing to do with who computes long ones.
+        without_room_of: dict[bool, list[Demand]] = {False: [], True: []}
         prefills, decodes = self._views(kept)
         for waiting in self.queue.in_order():
             demand = waiting.demand
+            without_room = without_room_of[self._is_local(demand)]
             if any(demand.needs_no_less(other) for other in without_room):
                 continue
             placement = place(demand, prefills, decodes, self._config.routing, self._turn)
@@ -155,7 +153,7 @@ class ClusterDispatcher:
                     waiting.grant(self._grant(demand, placement))
                 prefills, decodes = self._views(kept)
                 continue
-            without_room = [other for other in without_room if not other.needs_no_less(demand)] + [demand]
+            without_room[:] = [other for other in without_room if not other.needs_no_less(demand)] + [demand]
             if head is None and could_place(demand, prefills, decodes):
                 head = waiting
                 if self._may_not_be_passed(head):
@@ -170,31 +168,47 @@ class ClusterDispatcher:
         return head.is_retry or now - head.blocked_since >= self._config.passing_timeout
 
     def could_place(self, demand: Demand) -> bool:
-        """Whether some pair that is here would have room for the request if it were idle.
+        """Whether some pair that is here, or decode worker by itself, would have room for the request if it were idle.
 
         Workers that have just fallen silent are counted in: most are back in a moment, and the others soon gone.
         """
-        prefills = [worker.prefill_view() for worker in self._membership.staying(Role.PREFILL)]
-        decodes = [worker.decode_view() for worker in self._membership.staying(Role.DECODE)]
-        return could_place(demand, prefills, decodes)
+        workers = self._membership.staying(Role.DECODE)
+        prefills = self._prefill_views(self._membership.staying(Role.PREFILL), workers)
+        return could_place(demand, prefills, [worker.decode_view() for worker in workers])
 
     def no_pair(self, demand: Demand, interrupted_by: str) -> Unavailable:
         """For a request that has waited for long enough; `interrupted_by` is empty before its first attempt."""
         if not self._membership.is_ready:
             why = self._membership.why_not_ready()
         elif self.could_place(demand):
-            why = "no pair of workers has room"
+            why = f"no {'decode worker' if self._is_local(demand) else 'pair of workers'} has room"
         else:
-            why = _too_large(demand)
+            why = self._too_large(demand)
         message = f"interrupted by {interrupted_by}, and {why}" if interrupted_by else why
         if self._is_draining:  # other routers may have a pair
             return Unavailable(f"{message}; {DRAINING}", reason="DRAINING", retry_after_s=1.0)
         return Unavailable(message, reason="NO_WORKERS", retry_after_s=1.0)
 
+    def _too_large(self, demand: Demand) -> str:
+        whoever = "decode worker" if self._is_local(demand) else "linked pair of workers"
+        samples = "" if demand.num_samples == 1 else f" for {demand.num_samples} samples"
+        return f"no {whoever} here can hold {demand.num_tokens} tokens{samples}"
+
+    def _is_local(self, demand: Demand) -> bool:
+        """Whether its decode worker is to compute the prompt."""
+        return demand.num_tokens <= self._membership.max_local_tokens
+
+    def _prefill_views(self, prefills: Sequence[Worker], decodes: Sequence[Worker]) -> list[PrefillView]:
+        """Whoever computes prompts, each with the lengths that it is given."""
+        most = self._membership.max_local_tokens
+        views = [worker.prefill_view(range(most + 1, sys.maxsize)) for worker in prefills]
+        return views + [worker.prefill_view(range(1, most + 1)) for worker in decodes if most > 0]
+
     def _views(self, kept: Sequence[Demand]) -> tuple[list[PrefillView], list[DecodeView]]:
         """The workers that may get new work, less the room that is kept for `kept`."""
-        prefills = [worker.prefill_view() for worker in self._membership.candidates(Role.PREFILL)]
-        decodes = [worker.decode_view() for worker in self._membership.candidates(Role.DECODE)]
+        workers = self._membership.candidates(Role.DECODE)
+        prefills = self._prefill_views(self._membership.candidates(Role.PREFILL), workers)
+        decodes = [worker.decode_view() for worker in workers]
         for demand in kept:
             prefills, decodes = keep_room(demand, prefills, decodes)
         return prefills, decodes
@@ -208,10 +222,11 @@ class ClusterDispatcher:
         assert decode is not None
         # Random per attempt and made here: no client's id is ever a key.
         attempt_id, inbox = uuid.uuid4().hex, Inbox()
-        leg = self._leg(prefill, demand.num_tokens, inbox)
+        is_local, num_tokens = placement.is_local, demand.num_tokens
+        leg = LocalLeg(attempt_id, decode, inbox) if is_local else self._leg(prefill, num_tokens, inbox)
         attempt = Attempt(attempt_id, leg, decode, inbox, self, self._config, self._metrics, self._pacer)
         num_blocks = decode_blocks(demand.num_tokens, demand.num_samples, decode.identity.block_size)
-        decode.promise(attempt_id, attempt, num_blocks, demand.num_tokens, demand.num_samples)
+        decode.promise(attempt_id, attempt, num_blocks, num_tokens if is_local else 0, demand.num_samples)
         return attempt
 
     def _leg(self, worker: Worker, num_tokens: int, inbox: Inbox) -> Leg:
@@ -222,15 +237,14 @@ class ClusterDispatcher:
     def has_prefill(self, decode: Worker, num_tokens: int) -> bool:
         """Whether a prefill worker that is here could take the prompt for `decode` if it were idle and, where it has
         just lost its link, had it back: it dials again at once."""
-        return any(
-            decode.worker_id in worker.links and could_prefill(worker.prefill_view(), num_tokens)
-            for worker in self._membership.candidates(Role.PREFILL)
-        )
+        linked = [w for w in self._membership.candidates(Role.PREFILL) if decode.worker_id in w.links]
+        return any(could_prefill(view, num_tokens) for view in self._prefill_views(linked, ()))
 
     def next_leg(self, decode: Worker, num_tokens: int, unwanted: Set[str], inbox: Inbox) -> Leg | None:
         """On a worker that has room, which is promised now; on an unwanted one only if there is no other."""
         prefills, _ = self._views(self._kept)
-        linked = [v for v in prefills if decode.worker_id in v.reachable and could_prefill(v, num_tokens)]
+        others = [view for view in prefills if view.worker != decode.worker_id]
+        linked = [v for v in others if decode.worker_id in v.reachable and could_prefill(v, num_tokens)]
         wanted = [view for view in linked if view.worker not in unwanted] or linked
         choices = [view for view in wanted if can_prefill(view, num_tokens)]
         if not choices:

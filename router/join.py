@@ -52,7 +52,9 @@ class JoinChannel:
         if not self._closed:
             self.outgoing.put_nowait(message)
 
-    def reserve(self, attempt_id: str, start: Start, timeout_s: float, keep_s: float, traceparent: str) -> None:
+    def reserve(
+        self, attempt_id: str, start: Start, timeout_s: float, keep_s: float, traceparent: str, *, is_local: bool
+    ) -> None:
         self.send(
             pb.RouterMessage(
                 reserve=pb.Reserve(
@@ -61,6 +63,7 @@ class JoinChannel:
                     timeout_s=timeout_s,
                     keep_s=keep_s,
                     traceparent=traceparent,
+                    is_local=is_local,
                 )
             )
         )

@@ -7,6 +7,7 @@ attempts on them, and every attempt and leg hears of the end of its own.
 import asyncio
 import contextlib
 import enum
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Set
 from typing import Any
@@ -147,6 +148,25 @@ class Membership:
 
     @property
     def is_ready(self) -> bool:
+        """There is a pair, or a decode worker that computes prompts itself."""
+        return self.has_pair or (self._is_local_without_prefill and bool(self.staying(Role.DECODE)))
+
+    @property
+    def max_local_tokens(self) -> int:
+        """Prompts of up to so many tokens are computed by their decode worker."""
+        return sys.maxsize - 1 if self.is_aggregated else self._config.split_threshold
+
+    @property
+    def is_aggregated(self) -> bool:
+        """There is no pair, and decode workers are to compute all prompts themselves meanwhile."""
+        return self._is_local_without_prefill and not self.has_pair
+
+    @property
+    def _is_local_without_prefill(self) -> bool:
+        return self._config.without_prefill == "local"
+
+    @property
+    def has_pair(self) -> bool:
         """At least one prefill worker has a verified link to a decode worker, and both stay."""
         sinks = {worker.worker_id for worker in self.staying(Role.DECODE)}
         links = (link for source in self.staying(Role.PREFILL) for link in source.links.items())
@@ -160,10 +180,11 @@ class Membership:
         return any(link is not None and link.reachable for link in sources)
 
     def why_not_ready(self) -> str:
-        missing = [role.value for role in Role if not self.of_role(role)]
+        needed = [Role.DECODE] if self._is_local_without_prefill else list(Role)
+        missing = [role.value for role in needed if not self.of_role(role)]
         if missing:
             return f"no {' and no '.join(missing)} worker has joined"
-        leaving = [role.value for role in Role if not self.staying(role)]
+        leaving = [role.value for role in needed if not self.staying(role)]
         if leaving:
             return f"every {' and every '.join(leaving)} worker is about to end"
         failures = sorted({link.detail for w in self for link in w.links.values() if not link.reachable})
@@ -178,11 +199,15 @@ class Membership:
             sizes = (max_tokens(c.num_blocks, c.block_size, c.max_model_len) for c in capacities(role))
             return max(sizes, default=0)
 
+        most_prefill = roomiest(Role.PREFILL, max_prefill_tokens)
+        if most_prefill or self.is_aggregated:
+            most_locally = min(self.max_local_tokens, roomiest(Role.DECODE, max_prefill_tokens))
+            most_prefill = max(most_prefill, most_locally)
         # A sequence may have to be computed anew by a prefill worker at any length, so the shorter role counts.
         contexts = [max(w.identity.max_model_len for w in self.of_role(role)) for role in Role if self.of_role(role)]
         return ClusterLimits(
             ready=self.is_ready,
-            max_prompt_tokens_prefill=roomiest(Role.PREFILL, max_prefill_tokens),
+            max_prompt_tokens_prefill=most_prefill,
             max_prompt_tokens_decode=roomiest(Role.DECODE, max_decode_tokens),
             max_model_len=min(contexts, default=0),
             decodes=tuple(DecodeCapacity(c.num_blocks, c.block_size, c.max_num_seqs) for c in capacities(Role.DECODE)),
@@ -199,7 +224,7 @@ class Membership:
     def state_of(self, worker: Worker) -> str:
         if worker.is_draining:
             return "draining"
-        if self._has_link(worker):
+        if self._has_link(worker) or (worker.role is Role.DECODE and self.is_aggregated):
             return "ready"
         opposite = Role.DECODE if worker.role is Role.PREFILL else Role.PREFILL
         return "unreachable" if self.of_role(opposite) and self._was_tried(worker) else "starting"

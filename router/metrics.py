@@ -70,6 +70,9 @@ class RouterMetrics:
             registry=registry,
         )
 
+        self._local_prefills = self._counter(
+            "local_prefills", "Prompts that decode workers took to compute themselves."
+        )
         self._renewals = Counter(
             "splitserve_ticket_renewals",
             "Reservations that were kept for another prefill worker, by how the one before was lost.",
@@ -91,6 +94,9 @@ class RouterMetrics:
     def count_ignored(self, kind: str) -> None:
         """`kind` names a message of `Join` that was about no attempt of this router."""
         self._ignored.labels(kind, self._model).inc()
+
+    def count_local_prefill(self) -> None:
+        self._local_prefills.inc()
 
     def count_renewal(self, reason: str) -> None:
         """`reason` is a word of the same set as those of attempts."""

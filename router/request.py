@@ -135,7 +135,8 @@ class DecodeCapacity:
 class ClusterLimits:
     """What the workers joined now could ever take. A limit of 0 means that no such worker has joined yet.
 
-    `max_prompt_tokens_*` is the largest prompt that the roomiest worker of that role can hold when it is idle;
+    `max_prompt_tokens_*` is the largest prompt that the roomiest worker of that role can hold when it is idle, and of
+    prefill one that decode workers compute themselves, if that is larger;
     `decodes` are the decode workers.
     """
 

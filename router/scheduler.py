@@ -1,14 +1,18 @@
 """Which queued request goes to which pair of workers: a pure decision over plain data.
 
 Late binding: a request leaves the queue only when a decode worker has room for its whole prompt plus the first decoded
-token, and a prefill worker that can reach it has token budget and blocks.
+token, and a prefill worker that can reach it has token budget and blocks. A decode worker that computes a prompt itself
+is both: it reaches itself alone.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from router.config import Routing
 from splitserve.worker.admission import blocks_for, decode_blocks
+
+EVERY_LENGTH = range(1, sys.maxsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +31,8 @@ class DecodeView:
 
 @dataclass(frozen=True, slots=True)
 class PrefillView:
-    """A prefill worker likewise. `waiting_tokens` are handed over and not yet computed.
+    """A prefill worker likewise, or a decode worker that computes prompts. `waiting_tokens` are handed over and not yet
+    computed; it is given prompts of the lengths in `takes`.
 
     A prompt with more than `long_threshold` tokens left is long: while others wait it gets that many tokens of a step.
     `tokens_ahead` counts it with these alone, because a short prompt waits for no more.
@@ -44,6 +49,7 @@ class PrefillView:
     max_model_len: int
     numerics: str
     reachable: frozenset[str]
+    takes: range = EVERY_LENGTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,11 @@ class Demand:
 class Placement:
     prefill: str
     decode: str
+
+    @property
+    def is_local(self) -> bool:
+        """The decode worker computes the prompt itself."""
+        return self.prefill == self.decode
 
 
 def _blocks_to_decode(view: DecodeView, demand: Demand) -> int:
@@ -124,8 +135,12 @@ def _pairs_if_idle(
 
 
 def could_prefill(view: PrefillView, num_tokens: int) -> bool:
-    """Whether it would have room for the prompt if it were idle."""
-    return blocks_for(num_tokens, view.block_size) <= view.total_blocks and num_tokens < view.max_model_len
+    """Whether it is given such prompts, and would have room for this one if it were idle."""
+    return (
+        num_tokens in view.takes
+        and blocks_for(num_tokens, view.block_size) <= view.total_blocks
+        and num_tokens < view.max_model_len
+    )
 
 
 def keep_room(
@@ -185,6 +200,7 @@ def place(
     Workers of equal numerics come before all else, because only there is recomputation exact; then workers that the
     request has not failed on; then `routing`. `turn` counts placements and drives round robin.
     """
+    prefills = [view for view in prefills if demand.num_tokens in view.takes]
     pairs = [
         (prefill, decode)
         for decode in decodes

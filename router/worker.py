@@ -13,7 +13,7 @@ from typing import Protocol
 from kvtransfer.ticket import Ticket
 from router.events import AttemptEvent, Ended, Mailbox, Refused, WorkerLost
 from router.request import Sampling
-from router.scheduler import DecodeView, PrefillView
+from router.scheduler import EVERY_LENGTH, DecodeView, PrefillView
 from splitserve.service.reasons import Reason
 
 
@@ -39,7 +39,10 @@ class Start:
 class CommandChannel(Protocol):
     """The way down to the worker; sending never blocks and never fails: a dead stream shows as a lost worker."""
 
-    def reserve(self, attempt_id: str, start: Start, timeout_s: float, keep_s: float, traceparent: str) -> None: ...
+    def reserve(
+        self, attempt_id: str, start: Start, timeout_s: float, keep_s: float, traceparent: str, *, is_local: bool
+    ) -> None:
+        """`is_local`: the worker is to compute the prompt itself."""
 
     def renew(
         self, attempt_id: str, transfer_id: str, outputs: Mapping[int, tuple[int, ...]], timeout_s: float
@@ -103,7 +106,7 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """Room given to an attempt that the worker's reports do not show yet."""
+    """Room given to an attempt that the worker's reports do not show yet; `num_tokens` are to be computed."""
 
     num_blocks: int
     num_tokens: int
@@ -203,7 +206,10 @@ class Worker:
             numerics=self.identity.numerics,
         )
 
-    def prefill_view(self) -> PrefillView:
+    def prefill_view(self, takes: range = EVERY_LENGTH) -> PrefillView:
+        """Also of a decode worker, for prompts that it computes itself."""
+        is_prefill = self.role is Role.PREFILL
+        reachable = (peer for peer, link in self.links.items() if link.reachable) if is_prefill else (self.worker_id,)
         threshold = self.identity.long_prefill_threshold
         return PrefillView(
             worker=self.worker_id,
@@ -217,7 +223,8 @@ class Worker:
             max_waiting_tokens=2 * self.identity.max_num_batched_tokens,
             max_model_len=self.identity.max_model_len,
             numerics=self.identity.numerics,
-            reachable=frozenset(peer for peer, link in self.links.items() if link.reachable),
+            reachable=frozenset(reachable),
+            takes=takes,
         )
 
     def silence_s(self) -> float:

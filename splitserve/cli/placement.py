@@ -21,14 +21,15 @@ def place(cores: Sequence[int], num_prefill: int, num_decode: int) -> tuple[list
 
     With a core for each, every worker has its own, what is left over goes one by one to prefill, which can use it most.
     With fewer, half of the cores is shared by the prefill workers and half by the decode workers, so that a long prompt
-    still cannot stall decode. A single core is nobody's: nothing is pinned.
+    still cannot stall decode; without prefill workers there are no halves. A single core is nobody's: nothing is
+    pinned.
     """
     num_workers = num_prefill + num_decode
     if len(cores) < 2:
         anywhere = Placement(cores=(), threads=1)
         return [anywhere] * num_prefill, [anywhere] * num_decode
     if len(cores) < num_workers:
-        half = max(1, len(cores) // 2)
+        half = max(1, len(cores) // 2) if num_prefill else 0
         return _shared(cores[:half], num_prefill), _shared(cores[half:], num_decode)
     share, left_over = divmod(len(cores), num_workers)
     placements: list[Placement] = []

@@ -44,8 +44,12 @@ class Ports:
     internal: int
 
 
-def router_spec(roles: Roles, model: Model, ports: Ports) -> ChildSpec:
-    flags = {
+NO_FLAGS: Mapping[str, object] = {}
+
+
+def router_spec(roles: Roles, model: Model, ports: Ports, flags: Mapping[str, object] = NO_FLAGS) -> ChildSpec:
+    """`flags` that are None stay away."""
+    own = {
         "model": model.directory,
         "served-model-name": model.served_name,
         "bind": LOOPBACK,
@@ -53,7 +57,7 @@ def router_spec(roles: Roles, model: Model, ports: Ports) -> ChildSpec:
         "http-port": ports.http,
         "internal-port": ports.internal,
     }
-    return ChildSpec("router", _command(roles.router, flags))
+    return ChildSpec("router", _command(roles.router, own | dict(flags)))
 
 
 def worker_specs(

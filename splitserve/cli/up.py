@@ -19,7 +19,7 @@ from splitserve.cli.placement import Placement, place, usable_cores
 from splitserve.cli.roles import ChildSpec, Model, Ports, Roles, router_spec, worker_specs
 from splitserve.cli.supervisor import Policy, Supervisor
 from splitserve.client.channel import DEFAULT_TARGET
-from splitserve.service.config import ENVIRONMENT_PREFIX, Device, Positive, Size, new_app
+from splitserve.service.config import ENVIRONMENT_PREFIX, Device, NonNegative, Positive, Size, new_app
 from splitserve.service.errors import Unavailable
 from splitserve.service.logging import LOG_FORMAT_VARIABLE
 from splitserve.service.ports import LOOPBACK, claim
@@ -57,10 +57,12 @@ class UpConfig:
     "Branch, tag or commit of a Hugging Face repo."
     served_model_name: str | None = None
     "The name that requests use; default: the model's own."
-    prefill: Positive = 1
-    "Number of prefill workers."
+    prefill: NonNegative = 1
+    "Number of prefill workers; 0: the aggregated mode, in which decode workers compute prompts themselves."
     decode: Positive = 1
     "Number of decode workers."
+    split_threshold: NonNegative | None = None
+    "A prompt of at most this many tokens is computed by its decode worker; default 0: none, beside prefill workers."
     cores: str = "auto"
     "Processor cores that the workers share out, such as 0,2-3; auto: all; none: nothing is pinned."
     grpc_port: int = 50051
@@ -192,7 +194,8 @@ def _specs(
     given: dict[str, Any] = {name.replace("_", "-"): getattr(config, name) for name in _WORKER_FLAGS}
     given["no-enable-prefix-caching"] = not config.enable_prefix_caching
     flags = {name: value for name, value in given.items() if value is not None}
-    return [router_spec(roles, model, ports), *worker_specs(roles, model, ports, placements, flags)]
+    routing = {"split-threshold": config.split_threshold, "without-prefill": None if config.prefill else "local"}
+    return [router_spec(roles, model, ports, routing), *worker_specs(roles, model, ports, placements, flags)]
 
 
 def child_environment() -> dict[str, str]:

@@ -48,12 +48,18 @@ class FakeChannel:
     commands: list[tuple[str, str, Start | None]] = field(default_factory=list)
     tickets: list[str] = field(default_factory=list)
     renewals: list[tuple[str, str, Mapping[int, tuple[int, ...]]]] = field(default_factory=list)
+    local: set[str] = field(default_factory=set)
+    "Attempts whose prompts are to be computed here."
     released_samples: list[tuple[str, int]] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     # A prefill worker knows an attempt by its leg; tests speak of the attempt, and mean its last leg here.
     legs: dict[str, str] = field(default_factory=dict)
 
-    def reserve(self, attempt_id: str, start: Start, timeout_s: float, keep_s: float, traceparent: str) -> None:
+    def reserve(
+        self, attempt_id: str, start: Start, timeout_s: float, keep_s: float, traceparent: str, *, is_local: bool
+    ) -> None:
+        if is_local:
+            self.local.add(attempt_id)
         self._note("reserve", attempt_id, start)
 
     def renew(

@@ -30,11 +30,12 @@ def as_command(channel: JoinChannel) -> commands.Command | None:
 async def test_reserve_forgets_how_long_the_reservation_is_kept() -> None:
     asked: GenerationRequest = request(3)
     channel = JoinChannel()
-    channel.reserve("a", Start(asked.prompt_ids, {2: (8, 9)}, asked.sampling), 60.0, 5.0, "trace")
+    channel.reserve("a", Start(asked.prompt_ids, {2: (8, 9)}, asked.sampling), 60.0, 5.0, "trace", is_local=True)
     command = as_command(channel)
     assert isinstance(command, commands.Reserve)
     assert (command.session, command.attempt, command.timeout_s, command.keep_s) == (7, "a", 60.0, 5.0)
     assert command.traceparent == "trace"
+    assert command.is_local
     assert command.start.samples == [messages.Sample(2, [8, 9])]
 
 

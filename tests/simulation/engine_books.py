@@ -82,11 +82,13 @@ class EngineBooks:
         return list(self._engine._reservations) if isinstance(self._engine, DecodeEngine) else []
 
     def _states(self) -> dict[str, tuple[str, bool]]:
-        """Of every attempt that waits for its blocks to go or to come: by which transfer, and whether that is lost."""
+        """Of every attempt that waits for its blocks to go or to come: by which transfer, and whether that is lost; no
+        transfer where they are computed here."""
         if isinstance(self._engine, PrefillEngine):
             return {a.attempt: (a.ticket.transfer_id, False) for a in self._engine._attempts.values() if not a.released}
         living = (r for r in self._reservations() if r.phase is not Phase.CLOSING)
-        return {r.attempt: (r.transfer_id, r.phase is Phase.PARKED) for r in living}
+        states = {r.attempt: (r.transfer_id, r.phase is Phase.PARKED) for r in living}
+        return states | {prompt.attempt: ("", False) for prompt in self._engine._local}
 
     def _running(self) -> set[str]:
         return {s.attempt for s in self._engine._running} if isinstance(self._engine, DecodeEngine) else set()
@@ -96,8 +98,8 @@ class EngineBooks:
         if isinstance(self._engine, PrefillEngine):
             return [attempt.blocks for attempt in self._engine._attempts.values()], []
         reservations = self._reservations()
-        used = [s.blocks for s in self._engine._running] + [r.pinned_blocks for r in reservations]
-        return used, [r.reserved_blocks for r in reservations]
+        used = [holder.blocks for holder in (*self._engine._running, *self._engine._local)]
+        return used + [r.pinned_blocks for r in reservations], [r.reserved_blocks for r in reservations]
 
     # What has to hold
 

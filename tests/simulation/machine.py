@@ -4,6 +4,7 @@ The rules are few with many choices each, so that what goes well happens often e
 """
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -37,18 +38,35 @@ requests = st.tuples(
 )
 
 
+# Who computes prompts: prefill workers; or decode workers the short ones, or all while there is no other way.
+WAYS: list[dict[str, Any]] = [{}, {}, {"split_threshold": 6}, {"without_prefill": "local"}]
+
+
 class Attempts(RuleBasedStateMachine):
     cluster: Cluster
+    is_scarce: bool
 
     @initialize(
         is_scarce=st.sampled_from([False, False, False, True]),
-        num_prefill=st.integers(1, 2),
+        way=st.sampled_from(WAYS),
+        num_prefill=st.integers(0, 2),
         num_decode=st.integers(1, 2),
         first=st.lists(requests, max_size=3),
         pause_s=st.sampled_from([0.0, 0.0, 0.05]),
     )
-    def start(self, is_scarce: bool, num_prefill: int, num_decode: int, first: list[Any], pause_s: float) -> None:
-        self.cluster = Cluster(SCARCE if is_scarce else PLENTY, pause_s)
+    def start(
+        self,
+        is_scarce: bool,
+        way: dict[str, Any],
+        num_prefill: int,
+        num_decode: int,
+        first: list[Any],
+        pause_s: float,
+    ) -> None:
+        self.is_scarce = is_scarce
+        self.cluster = Cluster(replace(SCARCE if is_scarce else PLENTY, **way), pause_s)
+        if way.get("without_prefill") != "local":
+            num_prefill = max(num_prefill, 1)
         for role, count in ((pb.ROLE_PREFILL, num_prefill), (pb.ROLE_DECODE, num_decode)):
             for _ in range(count):
                 self.cluster.add_worker(role)
@@ -287,4 +305,4 @@ class Attempts(RuleBasedStateMachine):
         assert client.error is not None
         if client.error.reason == "WORKERS_DIED":
             return client.num_lost >= 2
-        return self.cluster.config is SCARCE and client.error.reason in ("ATTEMPTS_EXHAUSTED", "NO_WORKERS")
+        return self.is_scarce and client.error.reason in ("ATTEMPTS_EXHAUSTED", "NO_WORKERS")
