@@ -239,12 +239,13 @@ class Cluster:
         wait_for(f"{num_workers} linked workers", is_ready)
 
     def is_linked(self) -> bool:
-        """Whether workers of both roles are here, and each can exchange blocks with every one of the other role."""
+        """Whether workers of both roles are here, prefill only where some were wanted, and each can exchange blocks with
+        every one of the other role."""
         workers = self.state()["workers"]
         prefills = [w for w in workers if w["role"] == "prefill"]
         decodes = {w["id"] for w in workers if w["role"] == "decode"}
         linked = all({i for i, link in w["links"].items() if link["reachable"]} >= decodes for w in prefills)
-        return linked and bool(prefills) and bool(decodes)
+        return linked and bool(decodes) and (bool(prefills) or not self._wanted["prefill"])
 
     def close(self) -> None:
         for process in [*self.workers, self.router]:
