@@ -28,6 +28,8 @@ MODEL = Model(directory=Path("/m"), served_name="served")
         ([4, 5, 6, 7], 1, 1, [(4, 5)], [(6, 7)]),
         ([0, 1, 2, 3, 4], 3, 1, [(0, 1), (2,), (3,)], [(4,)]),
         ([0, 1, 2, 3], 1, 5, [(0,)], [(2,), (3,), (2,), (3,), (2,)]),
+        ([0, 1, 2], 0, 2, [], [(0, 1), (2,)]),
+        ([0, 1], 0, 3, [], [(0,), (1,), (0,)]),
     ],
 )
 def test_cores_went_to_the_wrong_worker(
@@ -38,7 +40,7 @@ def test_cores_went_to_the_wrong_worker(
     assert [placement.cores for placement in got_decode] == decode
 
 
-@given(st.integers(2, 64), st.integers(1, 8), st.integers(1, 8))
+@given(st.integers(2, 64), st.integers(0, 8), st.integers(1, 8))
 def test_prefill_and_decode_shared_a_core(num_cores: int, num_prefill: int, num_decode: int) -> None:
     prefill, decode = place(range(num_cores), num_prefill, num_decode)
     assert (len(prefill), len(decode)) == (num_prefill, num_decode)
@@ -94,6 +96,24 @@ def test_prefix_cache_stayed_on_although_it_was_switched_off() -> None:
         config = bound.arguments.get("config", up.UpConfig())
         _, *workers = up._specs(config, Roles(), PORTS, placements, MODEL)
         assert [flag in worker.argv for worker in workers] == [is_off, is_off]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], ""),
+        (["--prefill", "0"], "--without-prefill local"),
+        (["--split-threshold", "64"], "--split-threshold 64"),
+        (["--split-threshold", "0", "--prefill", "0"], "--split-threshold 0 --without-prefill local"),
+    ],
+)
+def test_cluster_without_prefill_workers_waits_for_them(words: list[str], expected: str) -> None:
+    _, bound, _ = up.app.parse_args(words)
+    router, *workers = up._specs(
+        bound.arguments.get("config", up.UpConfig()), Roles(), PORTS, ([], [Placement((), 1)]), MODEL
+    )
+    assert " ".join(router.argv[router.argv.index("--internal-port") + 2 :]) == expected
+    assert [worker.name for worker in workers] == ["decode-0"]
 
 
 @pytest.mark.parametrize(("set_by_user", "expected"), [(None, "ERROR"), ("debug", "debug")])

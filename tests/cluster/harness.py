@@ -239,7 +239,7 @@ class Cluster:
         wait_for(f"{num_workers} linked workers", is_ready)
 
     def is_linked(self) -> bool:
-        """Whether workers of both roles are here, prefill only where some were wanted, and each can exchange blocks with
+        """Whether workers of both roles are here, prefill only where it was wanted, and each can exchange blocks with
         every one of the other role."""
         workers = self.state()["workers"]
         prefills = [w for w in workers if w["role"] == "prefill"]
