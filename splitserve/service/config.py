@@ -70,7 +70,6 @@ Size = Annotated[int, _converter(parse_size)]
 Duration = Annotated[float, _converter(parse_duration)]
 NonNegative = Annotated[int, Parameter(validator=cyclopts.validators.Number(gte=0))]
 Positive = Annotated[int, Parameter(validator=cyclopts.validators.Number(gte=1))]
-NonNegative = Annotated[int, Parameter(validator=cyclopts.validators.Number(gte=0))]
 Device = Annotated[str, _converter(parse_device)]
 Cores = Annotated[tuple[int, ...], _converter(parse_cores)]
 
