@@ -45,6 +45,7 @@ class Membership:
         # Whose session has ended and who has not come back under its id, which is drawn anew at every start.
         self._dead: OrderedDict[str, End] = OrderedDict()
         self._has_changed = asyncio.Event()
+        self._was_aggregated = False
         self._listeners: list[Callable[[], None]] = []
 
     # Changes
@@ -55,8 +56,18 @@ class Membership:
 
     def changed(self) -> None:
         self._has_changed.set()
+        self._note_way()
         for listener in self._listeners:
             listener()
+
+    def _note_way(self) -> None:
+        """A set-up that is broken must not look healthy and slow."""
+        if self.is_aggregated != self._was_aggregated:
+            self._was_aggregated = self.is_aggregated
+            if self._was_aggregated:
+                log.warning("no prefill worker can reach a decode worker: decode workers compute prompts themselves")
+            else:
+                log.info("prefill workers compute prompts")
 
     def check(self, identity: Identity) -> None:
         """Raises InvalidRequest when the worker serves something else than this router."""
@@ -240,6 +251,7 @@ class Membership:
             "model": self._model,
             "revision": self._revision,
             "ready": self.is_ready,
+            "aggregated": self.is_aggregated,
             "pool": {kind: sum(worker["blocks"][kind] for worker in workers) for kind in kinds},
             "workers": workers,
         }

@@ -63,6 +63,8 @@ def render(cluster: dict[str, Any]) -> Group:
     summary = Table(box=None, show_header=False)
     summary.add_row("model", str(cluster["model"]))
     summary.add_row("ready", "yes" if cluster["ready"] else "no")
+    if cluster.get("aggregated"):
+        summary.add_row("mode", "aggregated: decode workers compute prompts themselves")
     summary.add_row("queue", f"{queue['requests']} requests, {queue['prompt_tokens']} prompt tokens")
     summary.add_row("KV blocks", _blocks(cluster["pool"]))
     workers = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))

@@ -14,7 +14,9 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any, ClassVar
 
 import pytest
+from rich.console import Console
 
+from splitserve.cli.status import render
 from tests.client.fake_router import WORDS, FakeRouter
 
 PATIENCE_S = 60.0
@@ -23,6 +25,7 @@ BLOCKS = {"total": 64, "free": 60, "cached": 1, "in_use": 2, "reserved": 1}
 CLUSTER = {
     "model": "fake",
     "ready": True,
+    "aggregated": False,
     "pool": BLOCKS,
     "queue": {"requests": 3, "prompt_tokens": 99},
     "workers": [
@@ -301,6 +304,13 @@ def test_status_lost_a_part_of_the_cluster(cluster_url: str) -> None:
         assert part in done.stdout
     row = next(line for line in done.stdout.splitlines() if "0123456789abcdef" in line)
     assert row.split() == ["0123456789abcdef", "decode", "ready", "42", "zmq[1]", "2", "0", "61/64"]
+
+
+def test_status_hides_that_prefill_workers_are_missing() -> None:
+    console = Console(record=True, width=80)
+    for is_aggregated in (False, True):
+        console.print(render(CLUSTER | {"aggregated": is_aggregated}))
+        assert ("decode workers compute prompts" in console.export_text()) == is_aggregated
 
 
 def test_status_json_was_not_what_the_router_said(cluster_url: str) -> None:

@@ -107,7 +107,9 @@ async def test_prefill_worker_that_comes_is_not_used_and_one_that_leaves_is_wait
     attempt = await hand_off(prefill, decode)
     prefill.first(attempt, 0, 100, LENGTH)
     await task
+    assert not router.membership.describe()["aggregated"]
     prefill.worker.links["d"] = Link(False, "cut")
+    assert router.membership.describe()["aggregated"]
     task = asyncio.create_task(collect(router.submit()))
     await answer(decode, 1)
     await task
