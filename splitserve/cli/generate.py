@@ -93,9 +93,9 @@ def print_stream(stream: Stream, num_samples: int = 1) -> str:
                 first = time.monotonic()
             if chunk.index == 0 and (chunk.token_ids or chunk.prompt_token_ids):
                 heading = _heading(0) if num_samples > 1 and not has_begun else ""
+                has_begun = True  # before it is seen: an interrupt may come at once
                 sys.stdout.write(heading + chunk.prompt_text + chunk.text)
                 sys.stdout.flush()
-                has_begun = True
     finally:
         if has_begun:
             sys.stdout.write("\n")
