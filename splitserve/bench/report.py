@@ -6,13 +6,16 @@ import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 # The processor's units that decide how fast a matmul can be.
 _UNITS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "sve", "bf16", "i8mm")
@@ -20,7 +23,7 @@ _UNITS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "sv
 
 @dataclass(frozen=True)
 class Report:
-    """`rows` hold plain values only: the JSON file is exactly this."""
+    """`rows` hold plain values only: the JSON file is exactly this, and `summary`'s keys beside the others."""
 
     bench: str
     version: str
@@ -28,14 +31,23 @@ class Report:
     machine: Mapping[str, Any]
     args: Mapping[str, Any]
     rows: Sequence[Mapping[str, Any]]
+    summary: Mapping[str, Any] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
         """Raises OSError where the file cannot be written."""
-        path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
+        body = dataclasses.asdict(self)
+        body = {key: value for key, value in body.items() if key not in ("summary", "rows")}
+        body |= {**self.summary, "rows": self.rows}
+        path.write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
 
 
 def make_report(
-    bench: str, args: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], *, device: torch.device
+    bench: str,
+    args: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    device: torch.device,
+    summary: Mapping[str, Any] | None = None,
 ) -> Report:
     return Report(
         bench=bench,
@@ -44,7 +56,16 @@ def make_report(
         machine=describe_machine(device),
         args=args,
         rows=rows,
+        summary=summary or {},
     )
+
+
+def make_load_report(
+    bench: str, settings: "DataclassInstance", rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]
+) -> Report:
+    """Of a benchmark whose work another process does: `settings` are its arguments."""
+    args = dataclasses.asdict(settings)
+    return make_report(bench, args, rows, device=torch.device("cpu"), summary=summary)
 
 
 def _own_version() -> str:

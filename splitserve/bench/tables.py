@@ -16,9 +16,9 @@ def engine_tables(rows: Sequence[EngineRow]) -> list[Table]:
 
 
 def _floors(rows: Sequence[EngineRow]) -> Table:
-    table = _table("step and floor in ms, the least of all rounds")
+    table = new_table("step and floor in ms, the least of all rounds")
     for heading in ("case", "step", "median", "floor", "linear", "KV/attn", "ratio", "tokens/s"):
-        _column(table, heading)
+        new_column(table, heading)
     for row in rows:
         linear, other = row.floor_parts_ms.values()
         times = (row.step_ms.min, row.step_ms.median, row.floor_ms.min, linear.min, other.min)
@@ -27,9 +27,9 @@ def _floors(rows: Sequence[EngineRow]) -> Table:
 
 
 def _parts(rows: Sequence[EngineRow]) -> Table:
-    table = _table("where a step goes, in ms, one instrumented run; and choosing its tokens")
+    table = new_table("where a step goes, in ms, one instrumented run; and choosing its tokens")
     for heading in ("case", *PARTS, "greedy", "top_p"):
-        _column(table, heading)
+        new_column(table, heading)
     for row in rows:
         parts = [f"{row.parts_ms[part]:.1f}" for part in PARTS]
         table.add_row(row.case, *parts, *(f"{span.min:.1f}" for span in row.sampler_ms.values()))
@@ -38,18 +38,18 @@ def _parts(rows: Sequence[EngineRow]) -> Table:
 
 def gpu_tables(tokens: Sequence[TokensRow], steps: Sequence[EngineRow]) -> list[Table]:
     """Prompts and whether their outputs are transformers', then the steps."""
-    table = _table("greedy tokens of the cluster and of transformers, float32")
+    table = new_table("greedy tokens of the cluster and of transformers, float32")
     for heading in ("case", "output tokens", "ties", "equal", "first difference", "margin"):
-        _column(table, heading)
+        new_column(table, heading)
     for row in tokens:
         position = "" if row.first_difference is None else str(row.first_difference)
         margin = "" if row.margin is None else f"{row.margin:.2g}"
         equal = "yes" if row.is_equal else "NO"
         counts = (str(row.output_tokens), str(row.ties))
         table.add_row(f"prompt of {row.prompt_tokens}", *counts, equal, position, margin)
-    speed = _table("steps of the engine, the least of all rounds")
+    speed = new_table("steps of the engine, the least of all rounds")
     for heading in ("case", "step ms", "median", "tokens/s", "TFLOP/s", "floor ms", "ratio"):
-        _column(speed, heading)
+        new_column(speed, heading)
     for step in steps:
         times = (f"{step.step_ms.min:.2f}", f"{step.step_ms.median:.2f}")
         rates = (f"{step.tokens_per_s:.0f}", f"{step.gflop_s / 1e3:.3g}")
@@ -58,12 +58,12 @@ def gpu_tables(tokens: Sequence[TokensRow], steps: Sequence[EngineRow]) -> list[
 
 
 def router_table(rows: Sequence[RouterRow]) -> Table:
-    table = _table("one router process: as fast as it can, then at half that rate")
+    table = new_table("one router process: as fast as it can, then at half that rate")
     for heading in (
         *("case", "tokens/s", "of a core", "cpu us/token", "tokens/chunk"),
         *("half: cpu us/token", "tokens/chunk", "p50 ms", "p99 ms", "MiB", "KiB/stream", "opening: cpu ms"),
     ):
-        _column(table, heading)
+        new_column(table, heading)
     for row in rows:
         table.add_row(
             f"{row.edge} {row.streams}",
@@ -79,11 +79,11 @@ def router_table(rows: Sequence[RouterRow]) -> Table:
     return table
 
 
-def _table(title: str) -> Table:
+def new_table(title: str) -> Table:
     return Table(title=title, title_justify="left", box=None, pad_edge=False)
 
 
-def _column(table: Table, heading: str) -> None:
+def new_column(table: Table, heading: str) -> None:
     table.add_column(heading, justify="left" if heading == "case" else "right", no_wrap=True)
 
 

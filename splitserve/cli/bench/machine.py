@@ -1,33 +1,16 @@
-"""`splitserve bench`: measurements. Loads torch only when one is started."""
+"""`splitserve bench engine`, `gpu` and `router`: what this machine and this installation do, part by part."""
 
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from cyclopts import App, Parameter
-from rich.console import Console
-
+from splitserve.cli.bench.output import MESSAGES, RESULTS, require_writable, save, tell
 from splitserve.cli.main import INTERRUPTED
 from splitserve.cli.up import interrupt, require_serving
 from splitserve.service.config import Device, Positive
 from splitserve.service.errors import InvalidRequest
 
-if TYPE_CHECKING:
-    from splitserve.bench.report import Report
 
-app = App(
-    name="bench",
-    help="Measure this machine and this installation.",
-    default_parameter=Parameter(negative=""),
-    result_action="return_value",
-)
-
-# What is measured goes to stdout, what happens meanwhile to stderr.
-_MESSAGES = Console(stderr=True, markup=False, highlight=False)
-_RESULTS = Console(markup=False, highlight=False)
-
-
-@app.command
 def engine(
     *,
     model: str | None = None,
@@ -81,7 +64,7 @@ def engine(
     from splitserve.bench import engine as bench
     from splitserve.bench import tables
 
-    _require_writable(output)
+    require_writable(output)
     settings = bench.EngineSettings(
         model=model,
         revision=revision,
@@ -94,14 +77,13 @@ def engine(
         clock=clock,
         is_quick=quick,
     )
-    report, rows = bench.run_engine_bench(settings, _MESSAGES.print, lambda report: _save(report, output))
+    report, rows = bench.run_engine_bench(settings, MESSAGES.print, lambda report: save(report, output))
     for result in (tables.machine_line(report.machine), *tables.engine_tables(rows), *tables.rates(rows)):
-        _RESULTS.print(result, soft_wrap=isinstance(result, str))
-    _tell(output)
+        RESULTS.print(result, soft_wrap=isinstance(result, str))
+    tell(output)
     return 0 if len(rows) == report.args["cases"] else INTERRUPTED
 
 
-@app.command
 def gpu(
     *,
     device: Device = "cuda:0",
@@ -131,20 +113,19 @@ def gpu(
     from splitserve.bench import tables
     from splitserve.bench.gpu import GpuSettings, run_gpu_bench
 
-    _require_writable(output)
+    require_writable(output)
     signal.signal(signal.SIGTERM, interrupt)  # a cluster must not be left behind
     settings = GpuSettings(device=device, model=model, is_quick=quick)
-    result = run_gpu_bench(settings, _MESSAGES.print)
-    _RESULTS.print(tables.machine_line(result.report.machine), soft_wrap=True)
+    result = run_gpu_bench(settings, MESSAGES.print)
+    RESULTS.print(tables.machine_line(result.report.machine), soft_wrap=True)
     for table in tables.gpu_tables(result.tokens, result.steps):
-        _RESULTS.print(table)
-    _RESULTS.print(f"all of it took {result.seconds:.0f} s")
-    _save(result.report, output)
-    _tell(output)
+        RESULTS.print(table)
+    RESULTS.print(f"all of it took {result.seconds:.0f} s")
+    save(result.report, output)
+    tell(output)
     return 0 if result.is_exact else 1
 
 
-@app.command
 def router(
     *,
     edges: Literal["grpc,sse", "grpc", "sse"] = "grpc,sse",
@@ -173,7 +154,7 @@ def router(
     from splitserve.bench import tables
     from splitserve.bench.router import RouterSettings, run_router_bench
 
-    _require_writable(output)
+    require_writable(output)
     try:
         counts = [int(count) for count in streams.split(",")]
     except ValueError:
@@ -182,29 +163,9 @@ def router(
         raise InvalidRequest("--streams and --seconds: numbers above 0 are needed", field="streams")
     settings = RouterSettings(edges=edges.split(","), streams=counts, seconds=seconds)
     signal.signal(signal.SIGTERM, interrupt)  # a router must not be left behind
-    report, rows = run_router_bench(settings, _MESSAGES.print)
-    _RESULTS.print(tables.machine_line(report.machine), soft_wrap=True)
-    _RESULTS.print(tables.router_table(rows))
-    _save(report, output)
-    _tell(output)
+    report, rows = run_router_bench(settings, MESSAGES.print)
+    RESULTS.print(tables.machine_line(report.machine), soft_wrap=True)
+    RESULTS.print(tables.router_table(rows))
+    save(report, output)
+    tell(output)
     return 0
-
-
-def _require_writable(output: Path | None) -> None:
-    """Before minutes of measuring."""
-    if output is not None and not output.absolute().parent.is_dir():
-        raise InvalidRequest(f"--output {output}: there is no directory {output.absolute().parent}", field="output")
-
-
-def _save(report: "Report", output: Path | None) -> None:
-    if output is None:
-        return
-    try:
-        report.save(output)
-    except OSError as error:
-        raise InvalidRequest(f"--output {output}: {error}", field="output") from error
-
-
-def _tell(output: Path | None) -> None:
-    if output is not None:
-        _MESSAGES.print(f"written to {output}")
