@@ -1,4 +1,4 @@
-"""Errors over HTTP, in the shape of OpenAI's: the tree of `errors`, FastAPI's own refusals, and what nobody expected.
+"""Errors over HTTP, in the shape of OpenAI's: the tree of `errors`, the server's refusals, and what nobody expected.
 
 `http` installs the handlers; answers that are under way use `body_of`.
 """
@@ -8,11 +8,10 @@ from typing import Any
 
 import structlog
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from splitserve.service.errors import InvalidRequest, SplitserveError
+from splitserve.service.errors import SplitserveError
 
 # HTTP's own refusals (no such path, wrong method) in the words of OpenAI's error bodies.
 _TYPES_BY_STATUS = {429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"}
@@ -49,10 +48,6 @@ def map_errors(app: FastAPI) -> None:
     async def from_tree(_: Request, error: SplitserveError) -> JSONResponse:
         return error_response(error)
 
-    @app.exception_handler(RequestValidationError)
-    async def from_fastapi(_: Request, error: RequestValidationError) -> JSONResponse:
-        return error_response(_shape_error(error.errors()[0]))
-
     @app.exception_handler(HTTPException)
     async def from_http(request: Request, error: HTTPException) -> JSONResponse:
         code, message = "http_error", str(error.detail)
@@ -62,8 +57,6 @@ def map_errors(app: FastAPI) -> None:
             code, message = "method_not_allowed", f"{request.method} is not allowed on {request.url.path}"
         elif error.status_code == 413:
             code = "request_too_large"
-        elif error.status_code == 400:  # of FastAPI: a body that its JSON reader gives up on
-            code = "malformed_message"
         body = error_body(message, status=error.status_code, code=code)
         return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
@@ -71,27 +64,3 @@ def map_errors(app: FastAPI) -> None:
     async def unexpected(request: Request, error: Exception) -> JSONResponse:
         _log.error("http_request_failed", path=request.url.path, exc_info=error)
         return JSONResponse(error_body("internal error", status=500, code="internal"), status_code=500)
-
-
-def _shape_error(problem: Mapping[str, Any]) -> InvalidRequest:
-    """A body that is not what the request type says, in our words where pydantic's say little."""
-    path = [str(part) for part in problem["loc"][1:]]
-    name = ".".join(path) or None
-    match problem["type"]:
-        case "json_invalid":
-            return InvalidRequest(f"the body is no valid JSON: {problem['ctx']['error']}", reason="MALFORMED_MESSAGE")
-        case "extra_forbidden":
-            return InvalidRequest(f"there is no option {name!r} here", field=name)
-        case "missing" if name is None:
-            return InvalidRequest("the request has no JSON body", reason="MALFORMED_MESSAGE")
-        case "model_attributes_type" if name is None:
-            message = "the body must be a JSON object, sent with content-type: application/json"
-            return InvalidRequest(message, reason="MALFORMED_MESSAGE")
-        case "invalid_unicode":
-            return InvalidRequest(f"{name} {problem['msg']}", field=name, reason="INVALID_UNICODE")
-        case "missing":
-            return InvalidRequest(f"{name} is required", field=name)
-        case "value_error":
-            return InvalidRequest(f"{name} {problem['ctx']['error']}", field=name)
-        case _:
-            return InvalidRequest(f"{name or 'the body'}: {problem['msg']}", field=name)

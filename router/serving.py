@@ -32,9 +32,6 @@ from splitserve.v1 import inference_pb2 as pb
 # A client's own deadline ends the call from its side a little before ours does: still a deadline, not a change of mind.
 _DEADLINE_SLACK_S = 0.25
 
-# Of a text, these say how the next token is to be read.
-_CONTEXT_TOKENS = 16
-
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 _log = structlog.get_logger(__name__)
@@ -200,7 +197,7 @@ class _Samples:
     def __init__(
         self, request: GenerationRequest, detokenizer: Detokenizer, record: RequestRecord, *, continues_text: bool
     ) -> None:
-        context = request.prompt_ids[-_CONTEXT_TOKENS:] if continues_text else ()
+        context = request.prompt_ids if continues_text else ()
         self.outputs = [SampleOutput(detokenizer, request.sampling, context) for _ in range(request.sampling.n)]
         self.unfinished = set(range(request.sampling.n))
         self.gathered = Gathered()

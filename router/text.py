@@ -26,6 +26,19 @@ class Detokenizer(Protocol):
     def decode_stream(self, skip_special_tokens: bool = True) -> TokenDecoder: ...
 
 
+# Of a text, these say how the next token is to be read.
+_CONTEXT_TOKENS = 16
+
+
+def continued(detokenizer: Detokenizer, context: Sequence[int]) -> TokenDecoder:
+    """A decoder for the tokens after those of `context`."""
+    decoder = detokenizer.decode_stream()
+    for token_id in context[-_CONTEXT_TOKENS:]:
+        decoder.step(token_id)
+    decoder.flush()  # a character that is not whole there is the context's, and broken
+    return decoder
+
+
 class TextDelta(Struct, frozen=True, gc=False):
     """`text` may be shown; `matched_stop` is the stop string that ends the sample, if one did."""
 
@@ -103,10 +116,7 @@ class TextStream:
         min_tokens: int = 0,
         context: Sequence[int] = (),
     ) -> None:
-        self._decoder = detokenizer.decode_stream()
-        for token_id in context:
-            self._decoder.step(token_id)
-        self._decoder.flush()  # a character that is not whole there is the context's, and broken
+        self._decoder = continued(detokenizer, context)
         self._matcher = StopMatcher(stop)
         self._min_tokens = min_tokens
         self._num_tokens = 0

@@ -6,27 +6,38 @@ with index `prompt * n + sample` is one sample's. State of one request; nothing 
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from msgspec import UNSET, Struct, UnsetType
 
-from router.openai import replies
+from router.openai import logprobs, replies
 from router.openai.tally import Tally
 from router.openai.token_texts import OffsetText, TokenTexts
 from router.pieces import Delta, Piece, PromptEcho, SampleEnd
 from router.request import PromptLogprobs, TokenLogprobs
 
+# With 20 of the likeliest tokens each, these are made in about a millisecond.
+_MAX_ENTRIES_ON_LOOP = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A whole reply or an event of a stream. One that `is_long` is not for the event loop to make and to encode."""
+
+    make: Callable[[], Struct]
+    is_long: bool = False
+
 
 class Answer(Protocol):
-    def take(self, prompt: int, piece: Piece) -> Iterator[Struct]:
-        """The events that a stream shows for it."""
+    def take(self, prompt: int, piece: Piece) -> Iterator[Reply]:
+        """The events that a stream shows for it; each is to be made before the next one is asked for."""
 
-    def last_events(self) -> Iterator[Struct]:
+    def last_events(self) -> Iterator[Reply]:
         """What follows when all choices have ended."""
 
-    def whole(self) -> Struct:
+    def whole(self) -> Reply:
         """The reply that is no stream, when all choices have ended."""
 
 
@@ -65,11 +76,10 @@ class _Choices(ABC):
         self._choices = [_Choice(index) for index in range(asked.num_prompts * asked.n)]
         self._tally = Tally(len(self._choices))
         self._prompts: list[list[TokenLogprobs]] = [[] for _ in range(asked.num_prompts)]
-        self._echoes: dict[int, str] = {}
 
-    def take(self, prompt: int, piece: Piece) -> Iterator[Struct]:
+    def take(self, prompt: int, piece: Piece) -> Iterator[Reply]:
         if isinstance(piece, PromptEcho):
-            self._echoes[prompt] = piece.text
+            self._take_echo(prompt, piece)
             return
         if isinstance(piece, PromptLogprobs):
             self._prompts[prompt] += piece.tokens
@@ -79,79 +89,103 @@ class _Choices(ABC):
         if isinstance(piece, SampleEnd):
             choice.end = piece
             timings = self._tally.add(prompt, piece)
-        if self._asked.is_stream:
-            yield from self._events(choice, piece, UNSET if self._asked.includes_usage else timings)
-        elif isinstance(piece, Delta):
-            _keep(choice, piece)
+        if not self._asked.is_stream:
+            if isinstance(piece, Delta):
+                _keep(choice, piece)
+            return
+        if not choice.has_begun:
+            choice.has_begun = True
+            yield from self._beginning(choice)
+        if isinstance(piece, SampleEnd):
+            shown = UNSET if self._asked.includes_usage else timings
+            yield Reply(lambda: self._end(choice, piece, shown))
+        elif piece.text or piece.logprobs:
+            yield Reply(lambda: self._delta(choice, piece), len(piece.logprobs) > _MAX_ENTRIES_ON_LOOP)
+
+    def whole(self) -> Reply:
+        num_entries = sum(len(choice.logprobs) for choice in self._choices) + sum(map(len, self._prompts))
+        return Reply(self._whole, num_entries > _MAX_ENTRIES_ON_LOOP)
+
+    def last_events(self) -> Iterator[Reply]:
+        if self._asked.includes_usage:
+            yield Reply(self._usage)
+
+    def _take_echo(self, prompt: int, echo: PromptEcho) -> None:
+        raise AssertionError("a chat is not echoed")
 
     @abstractmethod
-    def _events(
-        self, choice: _Choice, piece: Delta | SampleEnd, timings: replies.Timings | UnsetType
-    ) -> Iterator[Struct]:
-        """What a stream shows of `choice` for the piece; `timings` are to be told with it, where there are any."""
+    def _beginning(self, choice: _Choice) -> Iterator[Reply]:
+        """The event before the choice's first piece, if there is one."""
+
+    @abstractmethod
+    def _delta(self, choice: _Choice, delta: Delta) -> Struct: ...
+
+    @abstractmethod
+    def _end(self, choice: _Choice, end: SampleEnd, timings: replies.Timings | UnsetType) -> Struct: ...
+
+    @abstractmethod
+    def _usage(self) -> Struct:
+        """The event after all choices have ended."""
+
+    @abstractmethod
+    def _whole(self) -> Struct: ...
+
+    def _is_long(self, choice: _Choice) -> bool:
+        return len(self._prompts[choice.index // self._asked.n]) > _MAX_ENTRIES_ON_LOOP
 
 
 class ChatAnswer(_Choices):
     """`chat.completion`, or its chunks: the first has the role, the last the reason."""
 
-    def _events(
-        self, choice: _Choice, piece: Delta | SampleEnd, timings: replies.Timings | UnsetType
-    ) -> Iterator[Struct]:
-        if not choice.has_begun:
-            choice.has_begun = True
+    def _beginning(self, choice: _Choice) -> Iterator[Reply]:
+        def role() -> Struct:
             first = self._chunk(replies.ChatChunkChoice(choice.index, replies.ChatDelta("", "assistant"), None, None))
             if choice.index == 0:
-                first.prompt_logprobs = _prompt_table(self._asked, self._texts, self._prompts[0])
-            yield first
-        if isinstance(piece, SampleEnd):
-            ended = replies.ChatChunkChoice(choice.index, replies.ChatDelta(), None, piece.finish.reason)
-            ended.stop_reason, ended.seed = _stop_reason(piece), piece.seed
-            last = self._chunk(ended)
-            last.timings = timings
-            yield last
-        elif piece.text or piece.logprobs:
-            logprobs = self._logprobs(piece.logprobs) if piece.logprobs else None
-            yield self._chunk(replies.ChatChunkChoice(choice.index, replies.ChatDelta(piece.text), logprobs, None))
+                first.prompt_logprobs = self._prompt_table()
+            return first
 
-    def last_events(self) -> Iterator[Struct]:
-        if self._asked.includes_usage:
-            last = replies.ChatChunk(self._asked.id, self._asked.created, self._asked.model, [], self._tally.usage())
-            last.timings = self._tally.timings()
-            yield last
+        yield Reply(role, choice.index == 0 and self._is_long(choice))
 
-    def whole(self) -> Struct:
+    def _delta(self, choice: _Choice, delta: Delta) -> Struct:
+        told = logprobs.of_chat(self._texts, delta.logprobs) if delta.logprobs else None
+        return self._chunk(replies.ChatChunkChoice(choice.index, replies.ChatDelta(delta.text), told, None))
+
+    def _end(self, choice: _Choice, end: SampleEnd, timings: replies.Timings | UnsetType) -> Struct:
+        ended = replies.ChatChunkChoice(choice.index, replies.ChatDelta(), None, end.finish.reason)
+        ended.stop_reason, ended.seed = _stop_reason(end), end.seed
+        last = self._chunk(ended)
+        last.timings = timings
+        return last
+
+    def _usage(self) -> Struct:
+        last = replies.ChatChunk(self._asked.id, self._asked.created, self._asked.model, [], self._tally.usage())
+        last.timings = self._tally.timings()
+        return last
+
+    def _whole(self) -> Struct:
         return replies.ChatCompletion(
             self._asked.id,
             self._asked.created,
             self._asked.model,
             [self._whole_choice(choice) for choice in self._choices],
             self._tally.usage(),
-            _prompt_table(self._asked, self._texts, self._prompts[0]),
+            self._prompt_table(),
             self._tally.timings(),
         )
 
     def _whole_choice(self, choice: _Choice) -> replies.ChatChoice:
         end = choice.end
         assert end is not None, "a choice has not ended"
-        logprobs = self._logprobs(choice.logprobs) if self._asked.has_logprobs else None
+        told = logprobs.of_chat(self._texts, choice.logprobs) if self._asked.has_logprobs else None
         message = replies.ChatReply("".join(choice.text))
-        return replies.ChatChoice(choice.index, message, logprobs, end.finish.reason, _stop_reason(end), end.seed)
+        return replies.ChatChoice(choice.index, message, told, end.finish.reason, end.seed, _stop_reason(end))
 
     def _chunk(self, choice: replies.ChatChunkChoice) -> replies.ChatChunk:
         usage = None if self._asked.includes_usage else UNSET
         return replies.ChatChunk(self._asked.id, self._asked.created, self._asked.model, [choice], usage)
 
-    def _logprobs(self, entries: Sequence[TokenLogprobs]) -> replies.ChatLogprobs:
-        return replies.ChatLogprobs([self._logprob(entry) for entry in entries])
-
-    def _logprob(self, entry: TokenLogprobs) -> replies.TokenLogprob:
-        top = [
-            replies.TopLogprob(self._texts.text(token_id), finite(logprob), list(self._texts.bytes(token_id)))
-            for token_id, logprob in entry.top
-        ]
-        assert entry.logprob is not None, "an output token has a logprob"
-        text, own = self._texts.text(entry.token_id), list(self._texts.bytes(entry.token_id))
-        return replies.TokenLogprob(text, finite(entry.logprob), own, top)
+    def _prompt_table(self) -> replies.PromptLogprobTable | UnsetType:
+        return logprobs.of_prompt(self._texts, self._prompts[0]) if self._asked.has_prompt_logprobs else UNSET
 
 
 class CompletionAnswer(_Choices):
@@ -159,58 +193,54 @@ class CompletionAnswer(_Choices):
 
     def __init__(self, asked: Asked, texts: TokenTexts) -> None:
         super().__init__(asked, texts)
-        self._offsets = [OffsetText(texts) for _ in self._choices]
+        self._echoes: dict[int, PromptEcho] = {}
+        self._echoed: dict[int, replies.CompletionLogprobs] = {}
+        self._offsets: dict[int, OffsetText] = {}
 
-    def _events(
-        self, choice: _Choice, piece: Delta | SampleEnd, timings: replies.Timings | UnsetType
-    ) -> Iterator[Struct]:
-        if not choice.has_begun:
-            choice.has_begun = True
-            text, entries, table = self._beginning(choice)
-            if text or entries or table is not UNSET:
-                yield self._reply([self._choice(choice, text, entries, None, table)])
-        if isinstance(piece, SampleEnd):
-            last = self._reply([self._choice(choice, "", [], piece)])
-            last.timings = timings
-            yield last
-        elif piece.text or piece.logprobs:
-            yield self._reply([self._choice(choice, piece.text, piece.logprobs, None)])
+    def _take_echo(self, prompt: int, echo: PromptEcho) -> None:
+        self._echoes[prompt] = echo
 
-    def last_events(self) -> Iterator[Struct]:
-        if self._asked.includes_usage:
-            yield self._last_reply([])
+    def _beginning(self, choice: _Choice) -> Iterator[Reply]:
+        prompt, sample = divmod(choice.index, self._asked.n)
+        if prompt in self._echoes or (self._asked.has_prompt_logprobs and sample == 0):
+            yield Reply(lambda: self._reply([self._begun(choice)]), self._is_long(choice))
 
-    def whole(self) -> Struct:
+    def _delta(self, choice: _Choice, delta: Delta) -> Struct:
+        told = self._logprobs(choice, delta.logprobs) if delta.logprobs else None
+        return self._reply([replies.CompletionChoice(choice.index, delta.text, told, None)])
+
+    def _end(self, choice: _Choice, end: SampleEnd, timings: replies.Timings | UnsetType) -> Struct:
+        last = self._reply([_ended(replies.CompletionChoice(choice.index, "", None, None), end)])
+        last.timings = timings
+        return last
+
+    def _usage(self) -> Struct:
+        return self._last_reply([])
+
+    def _whole(self) -> Struct:
         return self._last_reply([self._whole_choice(choice) for choice in self._choices])
 
-    def _beginning(
-        self, choice: _Choice
-    ) -> tuple[str, Sequence[TokenLogprobs], replies.PromptLogprobTable | UnsetType]:
-        """What comes before the output: the prompt and its tokens where it is echoed, and the table of its logprobs."""
-        asked = self._asked
-        prompt, sample = divmod(choice.index, asked.n)
-        scored = self._prompts[prompt]
-        table = _prompt_table(asked, self._texts, scored) if sample == 0 else UNSET
-        if prompt not in self._echoes:
-            return "", (), table
-        return self._echoes[prompt], scored if asked.has_logprobs else (), table
-
     def _whole_choice(self, choice: _Choice) -> replies.CompletionChoice:
-        text, entries, table = self._beginning(choice)
-        return self._choice(choice, text + "".join(choice.text), [*entries, *choice.logprobs], choice.end, table)
+        assert choice.end is not None, "a choice has not ended"
+        shown = self._begun(choice)
+        shown.text += "".join(choice.text)
+        if choice.logprobs:
+            told = self._logprobs(choice, choice.logprobs)
+            shown.logprobs = told if shown.logprobs is None else logprobs.joined(shown.logprobs, told)
+        return _ended(shown, choice.end)
 
-    def _choice(
-        self,
-        choice: _Choice,
-        text: str,
-        entries: Sequence[TokenLogprobs],
-        end: SampleEnd | None,
-        table: replies.PromptLogprobTable | UnsetType = UNSET,
-    ) -> replies.CompletionChoice:
-        logprobs = self._logprobs(choice.index, entries) if entries else None
-        shown = replies.CompletionChoice(choice.index, text, logprobs, None, prompt_logprobs=table)
-        if end is not None:
-            shown.finish_reason, shown.stop_reason, shown.seed = end.finish.reason, _stop_reason(end), end.seed
+    def _begun(self, choice: _Choice) -> replies.CompletionChoice:
+        """With what comes before the output: the prompt and its tokens where it is echoed, and its logprobs."""
+        prompt, sample = divmod(choice.index, self._asked.n)
+        echo, scored = self._echoes.get(prompt), self._prompts[prompt]
+        shown = replies.CompletionChoice(choice.index, "" if echo is None else echo.text, None, None)
+        if echo is not None and scored and self._asked.has_logprobs:
+            # Once for all samples: a prompt may be long.
+            if prompt not in self._echoed:
+                self._echoed[prompt] = logprobs.of_completion(self._texts, OffsetText(self._texts), scored)
+            shown.logprobs = self._echoed[prompt]
+        if self._asked.has_prompt_logprobs and sample == 0:
+            shown.prompt_logprobs = logprobs.of_prompt(self._texts, scored)
         return shown
 
     def _reply(self, choices: list[replies.CompletionChoice], usage: replies.Usage | None = None) -> replies.Completion:
@@ -222,27 +252,18 @@ class CompletionAnswer(_Choices):
         last.timings = self._tally.timings()
         return last
 
-    def _logprobs(self, index: int, entries: Sequence[TokenLogprobs]) -> replies.CompletionLogprobs:
-        offsets = self._offsets[index]
-        return replies.CompletionLogprobs(
-            tokens=[self._texts.text(entry.token_id) for entry in entries],
-            token_logprobs=[None if entry.logprob is None else finite(entry.logprob) for entry in entries],
-            top_logprobs=[self._top(entry) for entry in entries],
-            text_offset=[offsets.before(entry.token_id) for entry in entries],
-        )
-
-    def _top(self, entry: TokenLogprobs) -> dict[str, float] | None:
-        """By text, as this shape has it: of tokens with one text the likeliest is shown."""
-        if entry.logprob is None:
-            return None
-        top: dict[str, float] = {}
-        for token_id, logprob in entry.top:
-            top.setdefault(self._texts.text(token_id), finite(logprob))
-        return top
+    def _logprobs(self, choice: _Choice, entries: Sequence[TokenLogprobs]) -> replies.CompletionLogprobs:
+        """Of output tokens, whose text begins after the echo."""
+        offsets = self._offsets.get(choice.index)
+        if offsets is None:
+            echo = self._echoes.get(choice.index // self._asked.n) or PromptEcho("", ())
+            offsets = self._offsets[choice.index] = OffsetText(self._texts, len(echo.text), echo.token_ids)
+        return logprobs.of_completion(self._texts, offsets, entries)
 
 
-def finite(logprob: float) -> float:
-    return max(logprob, replies.LOWEST_LOGPROB)
+def _ended(choice: replies.CompletionChoice, end: SampleEnd) -> replies.CompletionChoice:
+    choice.finish_reason, choice.stop_reason, choice.seed = end.finish.reason, _stop_reason(end), end.seed
+    return choice
 
 
 def _keep(choice: _Choice, delta: Delta) -> None:
@@ -253,19 +274,3 @@ def _keep(choice: _Choice, delta: Delta) -> None:
 def _stop_reason(end: SampleEnd) -> str | int | UnsetType:
     """Which stop string or token it was; absent where the model or a limit ended the sample."""
     return UNSET if end.finish.matched_stop is None else end.finish.matched_stop
-
-
-def _prompt_table(
-    asked: Asked, texts: TokenTexts, entries: Sequence[TokenLogprobs]
-) -> replies.PromptLogprobTable | UnsetType:
-    if not asked.has_prompt_logprobs:
-        return UNSET
-    return [
-        None
-        if entry.logprob is None
-        else {
-            str(token_id): replies.PromptLogprob(finite(logprob), texts.text(token_id))
-            for token_id, logprob in ((entry.token_id, entry.logprob), *entry.top)
-        }
-        for entry in entries
-    ]

@@ -14,7 +14,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from router.http_errors import body_of, error_response
-from router.openai.answers import Answer
+from router.long_work import LongWork
+from router.openai.answers import Answer, Reply
 from router.pieces import Piece
 from router.serving import ClientGoneError, Serving
 from splitserve.service.errors import Internal, SplitserveError
@@ -36,6 +37,7 @@ class Exchange(Response):
         answer: Answer,
         messages: Sequence[pb.GenerateRequest],
         *,
+        long_work: LongWork,
         rename: Callable[[SplitserveError], SplitserveError],
         is_stream: bool,
         traceparent: str,
@@ -46,12 +48,13 @@ class Exchange(Response):
         self._serving = serving
         self._answer = answer
         self._messages = messages
+        self._long_work = long_work
         self._rename = rename
         self._is_stream = is_stream
         self._traceparent = traceparent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply = _Reply(send, self._own_headers)
+        reply = _Sender(send, self._own_headers, self._long_work)
         work = asyncio.create_task(self._work(reply))
         watch = asyncio.create_task(_disconnect(receive))
         try:
@@ -73,7 +76,7 @@ class Exchange(Response):
                 else:
                     await error_response(error, self._own_headers)(scope, receive, send)
 
-    async def _work(self, reply: "_Reply") -> None:
+    async def _work(self, reply: "_Sender") -> None:
         clock = asyncio.get_running_loop().time
         deadline = clock() + self._serving.request_timeout_s
         prompts = _Prompts()
@@ -96,7 +99,7 @@ class Exchange(Response):
             prompts.fail(error)
             raise
 
-    async def _finish(self, reply: "_Reply") -> None:
+    async def _finish(self, reply: "_Sender") -> None:
         if not self._is_stream:
             await reply.send_whole(self._answer.whole())
             return
@@ -120,7 +123,7 @@ class _PromptClient:
 
     is_gone = False  # a client that leaves cancels the task
 
-    def __init__(self, prompt: int, answer: Answer, events: "_Reply | None", prompts: _Prompts) -> None:
+    def __init__(self, prompt: int, answer: Answer, events: "_Sender | None", prompts: _Prompts) -> None:
         self._prompt = prompt
         self._answer = answer
         self._events = events
@@ -136,17 +139,18 @@ class _PromptClient:
                 await self._events.send(event)
 
 
-class _Reply:
+class _Sender:
     """One body, or server-sent events; begins with the first of what it is told to send."""
 
-    def __init__(self, send: Send, headers: dict[str, str]) -> None:
+    def __init__(self, send: Send, headers: dict[str, str], long_work: LongWork) -> None:
+        self._long_work = long_work
         self._raw_send = send
         self.have_begun = False
         self._begins = asyncio.Lock()  # several prompts may have their first event at once
         self._headers = headers
 
-    async def send(self, event: msgspec.Struct) -> None:
-        await self._send(b"data: " + msgspec.json.encode(event) + b"\n\n")
+    async def send(self, event: Reply) -> None:
+        await self._send(b"data: " + await self._encoded(event) + b"\n\n")
 
     async def fail(self, error: SplitserveError) -> None:
         """The last event; that no `[DONE]` follows says the same to a client that reads no errors."""
@@ -155,10 +159,15 @@ class _Reply:
     async def end(self) -> None:
         await self._send(_DONE, more=False)
 
-    async def send_whole(self, whole: msgspec.Struct) -> None:
-        body = msgspec.json.encode(whole)
+    async def send_whole(self, whole: Reply) -> None:
+        body = await self._encoded(whole)
         await self._begin({"content-type": "application/json", "content-length": str(len(body))})
         await self._raw_send({"type": "http.response.body", "body": body})
+
+    async def _encoded(self, reply: Reply) -> bytes:
+        if reply.is_long:
+            return await self._long_work.run(lambda: msgspec.json.encode(reply.make()))
+        return msgspec.json.encode(reply.make())
 
     async def _send(self, body: bytes, more: bool = True) -> None:
         async with self._begins:

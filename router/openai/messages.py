@@ -1,4 +1,9 @@
-"""The contract's own requests, made of OpenAI's: each prompt is one. Pure functions, called by `routes`."""
+"""The contract's own requests, made of OpenAI's: each prompt is one. Called by `routes`, for long ones on a thread.
+
+A prompt moves: the request that it is taken from has it no longer, so that it is in memory once.
+"""
+
+from collections.abc import MutableSequence, Sequence
 
 from router.openai.requests import (
     DEFAULT_MAX_TOKENS,
@@ -14,6 +19,7 @@ from splitserve.v1 import inference_pb2 as pb
 
 NOT_SUPPORTED = "NOT_SUPPORTED"
 _UINT64 = 2**64
+_IDS_AT_ONCE = 50_000
 # The contract's names, where they differ.
 _PARAMS = {"chat": "messages", "text": "prompt", "token_ids": "prompt"}
 
@@ -54,9 +60,10 @@ def of_completion(request: CompletionRequest, request_id: str) -> list[pb.Genera
         if isinstance(prompt, str):
             message.text = prompt
         else:
-            message.token_ids.ids.extend(prompt)
+            _add_ids(message.token_ids.ids, prompt)
             message.token_ids.SetInParent()
         messages.append(message)
+    request.prompt.clear()
     return messages
 
 
@@ -76,16 +83,27 @@ def of_chat(request: ChatCompletionRequest, request_id: str) -> pb.GenerateReque
     elif request.top_logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", field="top_logprobs")
     message = _message(request, params, request_id)
-    message.chat.CopyFrom(chat_of(request.messages))
+    _add_turns(message.chat, request.messages)
     return message
 
 
-def chat_of(messages: list[ChatMessage]) -> pb.Chat:
-    return pb.Chat(
-        messages=[
-            pb.ChatMessage(role=RENAMED_ROLES.get(each.role, each.role), content=each.content) for each in messages
-        ]
-    )
+def of_tokenize(request: TokenizeRequest) -> pb.TokenizeRequest:
+    """Raises InvalidRequest."""
+    if (request.prompt is None) == (request.messages is None):
+        raise InvalidRequest("one of prompt and messages is needed", field="prompt")
+    message = pb.TokenizeRequest(model=request.model or "")
+    if request.messages is not None:
+        _add_turns(message.chat, request.messages)
+    else:
+        message.text = request.prompt or ""
+    return message
+
+
+def of_detokenize(request: DetokenizeRequest) -> pb.DetokenizeRequest:
+    message = pb.DetokenizeRequest(model=request.model or "")
+    _add_ids(message.token_ids, request.tokens)
+    request.tokens.clear()
+    return message
 
 
 def contract_error(
@@ -106,6 +124,18 @@ def contract_error(
     if name and error.message.startswith(f"{name} "):
         error.message = ours + error.message.removeprefix(name)
     return error
+
+
+def _add_turns(chat: pb.Chat, messages: list[ChatMessage]) -> None:
+    for each in messages:
+        chat.messages.add(role=RENAMED_ROLES.get(each.role, each.role), content=each.content)
+    messages.clear()
+
+
+def _add_ids(field: MutableSequence[int], ids: Sequence[int]) -> None:
+    """Some at a time: it is a call into C, which lets nobody else run."""
+    for start in range(0, len(ids), _IDS_AT_ONCE):
+        field.extend(ids[start : start + _IDS_AT_ONCE])
 
 
 def _message(

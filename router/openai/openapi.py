@@ -1,4 +1,4 @@
-"""The replies in `/openapi.json`. Requests are there by FastAPI's own doing; replies are msgspec's, and added here."""
+"""Requests and replies in `/openapi.json`, made of the types that are used: pydantic's and msgspec's."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,10 +6,13 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 
-from router.openai import replies
+from router.openai import replies, requests
 
 _REFERENCE = "#/components/schemas/{name}"
+_MODEL_REFERENCE = _REFERENCE.format(name="{model}")
 
 _EVENTS = "Chunks and then [DONE], or an error in place of the rest."
 
@@ -38,6 +41,12 @@ def reply_of(whole: type[msgspec.Struct], event: type[msgspec.Struct] | None = N
     return answered | refused
 
 
+def body_of(kind: type[BaseModel]) -> dict[str, Any]:
+    """A route's `openapi_extra`: its request."""
+    content = {"application/json": {"schema": {"$ref": _REFERENCE.format(name=kind.__name__)}}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
 def document(app: FastAPI) -> Callable[[], dict[str, Any]]:
     """For `app.openapi`: made once, at the first call."""
 
@@ -45,11 +54,24 @@ def document(app: FastAPI) -> Callable[[], dict[str, Any]]:
         if app.openapi_schema is None:
             made = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
             _, components = msgspec.json.schema_components(_all_replies(), ref_template=_REFERENCE)
-            made.setdefault("components", {}).setdefault("schemas", {}).update(components)
+            schemas = made.setdefault("components", {}).setdefault("schemas", {})
+            schemas.update(_request_schemas() | components)
             app.openapi_schema = made
         return app.openapi_schema
 
     return openapi
+
+
+def _request_schemas() -> dict[str, Any]:
+    kinds = (
+        requests.ChatCompletionRequest,
+        requests.CompletionRequest,
+        requests.TokenizeRequest,
+        requests.DetokenizeRequest,
+    )
+    _, made = models_json_schema([(kind, "validation") for kind in kinds], ref_template=_MODEL_REFERENCE)
+    schemas: dict[str, Any] = made["$defs"]
+    return schemas
 
 
 def _schema(reply: type[msgspec.Struct]) -> dict[str, str]:

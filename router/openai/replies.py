@@ -73,7 +73,7 @@ class CompletionLogprobs(Struct):
 
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None] | None
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -110,8 +110,8 @@ class ChatChoice(Struct):
     message: ChatReply
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
-    stop_reason: str | int | UnsetType
     seed: int
+    stop_reason: str | int | UnsetType = UNSET
 
 
 class ChatCompletion(Struct):

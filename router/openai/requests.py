@@ -22,6 +22,7 @@ _UINT64 = 2**64
 
 # What the wire can hold; what makes sense is decided with the true numbers by `validation`.
 Int32 = Annotated[int, Field(ge=-_INT32, lt=_INT32)]
+Int64 = Annotated[int, Field(ge=-_INT64, lt=_INT64)]
 Seed = Annotated[int, Field(ge=-_INT64, lt=_UINT64)]
 Json = dict[str, Any]
 
@@ -258,7 +259,7 @@ class _Sampled(_Strict):
     min_p: float | None = _between(0, 1)
     repetition_penalty: float | None = _between(sampling.MIN_REPETITION_PENALTY, sampling.MAX_REPETITION_PENALTY)
     min_tokens: Int32 | None = _between(0)
-    stop_token_ids: list[Annotated[int, Field(ge=-_INT64, lt=_INT64)]] | None = None
+    stop_token_ids: list[Int64] | None = None
     ignore_eos: bool | None = None
     prompt_logprobs: Int32 | None = _between(0, sampling.MAX_LOGPROBS)
     priority: Int32 | None = None
@@ -303,4 +304,4 @@ class TokenizeRequest(_Strict):
 
 class DetokenizeRequest(_Strict):
     model: Text | None = None
-    tokens: Annotated[list[int], Field(max_length=MAX_PROMPT_IDS)]
+    tokens: Annotated[list[Int64], Field(max_length=MAX_PROMPT_IDS)]

@@ -2,22 +2,27 @@
 
 import time
 import uuid
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
+from pydantic import BaseModel
 from starlette.responses import Response
 
+from router.long_work import LongWork
 from router.openai import replies
 from router.openai.answers import Answer, Asked, ChatAnswer, CompletionAnswer
+from router.openai.bodies import Bodies
 from router.openai.exchange import Exchange
-from router.openai.messages import chat_of, contract_error, of_chat, of_completion
-from router.openai.openapi import reply_of
+from router.openai.messages import contract_error, of_chat, of_completion, of_detokenize, of_tokenize
+from router.openai.openapi import Responses, body_of, reply_of
 from router.openai.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from router.openai.token_texts import TokenBytes, TokenTexts
 from router.serving import Serving, traceparent_of
 from router.validation import RequestValidator, unknown_model
 from splitserve.models.description import ModelDescription
-from splitserve.service.errors import InvalidRequest, SplitserveError
+from splitserve.service.errors import SplitserveError
 from splitserve.v1 import inference_pb2 as pb
 
 
@@ -31,6 +36,8 @@ class OpenAI:
         self._serving = serving
         self._validator = validator
         self._texts = TokenTexts(tokenizer)
+        self._long_work = LongWork()
+        self._bodies = Bodies(self._long_work)
         self._started = int(time.time())
 
     def routes(self) -> APIRouter:
@@ -38,22 +45,32 @@ class OpenAI:
         api = APIRouter()
         chat = reply_of(replies.ChatCompletion, replies.ChatChunk)
         completion = reply_of(replies.Completion, replies.Completion)
-        api.add_api_route("/v1/chat/completions", self.chat_completions, methods=["POST"], responses=chat)
-        api.add_api_route("/v1/completions", self.completions, methods=["POST"], responses=completion)
+
+        def post(path: str, endpoint: Callable[..., Any], body: type[BaseModel], responses: Responses) -> None:
+            api.add_api_route(path, endpoint, methods=["POST"], openapi_extra=body_of(body), responses=responses)
+
+        post("/v1/chat/completions", self.chat_completions, ChatCompletionRequest, chat)
+        post("/v1/completions", self.completions, CompletionRequest, completion)
+        post("/tokenize", self.tokenize, TokenizeRequest, reply_of(replies.Tokens))
+        post("/detokenize", self.detokenize, DetokenizeRequest, reply_of(replies.Text))
         api.add_api_route("/v1/models", self.models, responses=reply_of(replies.ModelList))
         # A name may have slashes.
         api.add_api_route("/v1/models/{name:path}", self.one_model, responses=reply_of(replies.Model))
-        api.add_api_route("/tokenize", self.tokenize, methods=["POST"], responses=reply_of(replies.Tokens))
-        api.add_api_route("/detokenize", self.detokenize, methods=["POST"], responses=reply_of(replies.Text))
         return api
 
-    async def chat_completions(self, body: ChatCompletionRequest, request: Request) -> Response:
-        messages = [of_chat(body, _request_id(request, body))]
+    async def chat_completions(self, request: Request) -> Response:
+        def read(body: ChatCompletionRequest) -> tuple[ChatCompletionRequest, list[pb.GenerateRequest]]:
+            return body, [of_chat(body, _request_id(request, body))]
+
+        body, messages = await self._bodies.read(request, ChatCompletionRequest, read)
         answer = ChatAnswer(self._asked("chatcmpl", body, messages), self._texts)
         return self._exchange(request, body, messages, answer)
 
-    async def completions(self, body: CompletionRequest, request: Request) -> Response:
-        messages = of_completion(body, _request_id(request, body))
+    async def completions(self, request: Request) -> Response:
+        def read(body: CompletionRequest) -> tuple[CompletionRequest, list[pb.GenerateRequest]]:
+            return body, of_completion(body, _request_id(request, body))
+
+        body, messages = await self._bodies.read(request, CompletionRequest, read)
         answer = CompletionAnswer(self._asked("cmpl", body, messages), self._texts)
         return self._exchange(request, body, messages, answer)
 
@@ -65,22 +82,16 @@ class OpenAI:
             raise unknown_model(name, self._model.name)
         return _json(self._description())
 
-    async def tokenize(self, body: TokenizeRequest) -> Response:
-        if (body.prompt is None) == (body.messages is None):
-            raise InvalidRequest("one of prompt and messages is needed", field="prompt")
-        message = pb.TokenizeRequest(model=body.model or "")
-        if body.messages is not None:
-            message.chat.CopyFrom(chat_of(body.messages))
-        else:
-            message.text = body.prompt or ""
+    async def tokenize(self, request: Request) -> Response:
+        body, message = await self._bodies.read(request, TokenizeRequest, lambda body: (body, of_tokenize(body)))
         try:
             ids = list(await self._validator.tokenize(message))
         except SplitserveError as error:
             raise contract_error(error, body) from None
         return _json(replies.Tokens(ids, len(ids), self._validator.context_len))
 
-    async def detokenize(self, body: DetokenizeRequest) -> Response:
-        message = pb.DetokenizeRequest(model=body.model or "", token_ids=body.tokens)
+    async def detokenize(self, request: Request) -> Response:
+        body, message = await self._bodies.read(request, DetokenizeRequest, lambda body: (body, of_detokenize(body)))
         try:
             return _json(replies.Text(await self._validator.detokenize(message)))
         except SplitserveError as error:
@@ -118,6 +129,7 @@ class OpenAI:
             self._serving,
             answer,
             messages,
+            long_work=self._long_work,
             rename=lambda error: contract_error(error, body),
             is_stream=bool(body.stream),
             traceparent=traceparent_of(request.headers.get("traceparent", "")),

@@ -1,8 +1,9 @@
 """Single tokens as text, for log-probabilities. `answers` asks."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
-from router.text import Detokenizer
+from router.text import Detokenizer, continued
 
 
 class TokenBytes(Detokenizer, Protocol):
@@ -29,11 +30,14 @@ class TokenTexts:
 
 
 class OffsetText:
-    """How many characters of a choice's text stand before each of its tokens. Feed every token once and in order."""
+    """How many characters of a choice's text stand before each of its tokens. Feed every token once and in order.
 
-    def __init__(self, texts: TokenTexts) -> None:
-        self._stream = texts.tokenizer.decode_stream()
-        self._num_chars = 0
+    `num_chars` stand before the first one, and are the text of the tokens of `context`.
+    """
+
+    def __init__(self, texts: TokenTexts, num_chars: int = 0, context: Sequence[int] = ()) -> None:
+        self._stream = continued(texts.tokenizer, context)
+        self._num_chars = num_chars
 
     def before(self, token_id: int) -> int:
         offset = self._num_chars

@@ -754,6 +754,7 @@ async def test_models_and_tokens() -> None:
             ("/tokenize", {"messages": [{"role": "foo", "content": "x"}]}, "messages"),
             ("/detokenize", {"tokens": [1] * 101}, "tokens"),
             ("/detokenize", {"tokens": [-1]}, "tokens"),
+            ("/detokenize", {"tokens": [2**70]}, "tokens.0"),
         ):
             response = await client.post(path, json=body)
             assert (response.status_code, response.json()["error"]["param"]) == (400, param), path
