@@ -22,8 +22,7 @@ from router.request import PromptLogprobs, TokenLogprobs
 _MAX_ENTRIES_ON_LOOP = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(Struct, frozen=True, gc=False):
     """A whole reply or an event of a stream. One that `is_long` is not for the event loop to make and to encode."""
 
     make: Callable[[], Struct]
