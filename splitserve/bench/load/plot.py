@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from splitserve.bench.load.arrivals import RateRow
     from splitserve.bench.load.burst import BurstResult, Measured
 
 _INCHES = (11.0, 5.0)
@@ -51,6 +52,23 @@ def plot_burst(measured: "Measured", result: "BurstResult", title: str, path: Pa
     _save(figure, path)
 
 
+def plot_rates(rows: "Sequence[RateRow]", title: str, path: Path) -> None:
+    """Requests per second that were answered, and answered within both goals, over those that arrived.
+
+    Writes a PNG. Raises OSError where that cannot be.
+    """
+    figure, axes = _figure()
+    ordered = sorted(rows, key=lambda row: row.rate)
+    rates = [row.rate for row in ordered]
+    axes.plot(rates, [row.requests_per_s for row in ordered], marker="o", color="tab:gray", label="answered")
+    axes.plot(rates, [row.good_per_s for row in ordered], marker="o", color="tab:blue", label="answered in time")
+    axes.set_xlabel("requests/s that arrive")
+    axes.set_ylabel("requests/s")
+    axes.set_title(title, fontsize=10)
+    axes.legend()
+    _save(figure, path)
+
+
 def _figure() -> "tuple[Figure, Axes]":
     # No pyplot: it keeps figures, and looks for a display.
     from matplotlib.figure import Figure
@@ -63,17 +81,3 @@ def _figure() -> "tuple[Figure, Axes]":
 
 def _save(figure: "Figure", path: Path) -> None:
     figure.savefig(path, format="png", dpi=_DOTS_PER_INCH)
-
-
-def curve(
-    path: Path, title: str, x_label: str, y_label: str, lines: "Sequence[tuple[str, Sequence[float], Sequence[float]]]"
-) -> None:
-    """One line for each (name, x, y). Writes a PNG. Raises OSError where that cannot be."""
-    figure, axes = _figure()
-    for name, x, y in lines:
-        axes.plot(x, y, marker="o", label=name)
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
-    axes.set_title(title, fontsize=10)
-    axes.legend()
-    _save(figure, path)

@@ -1,7 +1,10 @@
 """Results of load as tables for a terminal. Pure functions; the command line prints what they return."""
 
+from collections.abc import Sequence
+
 from rich.table import Table
 
+from splitserve.bench.load.arrivals import CARRIED, ArrivalSettings, RateRow, best_rate
 from splitserve.bench.load.burst import BurstResult
 from splitserve.bench.load.gaps import STALL_FACTOR, Spread
 from splitserve.bench.tables import new_column, new_table
@@ -30,6 +33,34 @@ def burst_tables(result: BurstResult) -> list[Table | str]:
     if abs(result.tokens_per_piece - 1) > 0.02:
         lines.append(f"the server sent {result.tokens_per_piece:.2f} tokens in a piece: gaps are those between pieces")
     return lines
+
+
+def rate_tables(rows: Sequence[RateRow], settings: ArrivalSettings) -> list[Table | str]:
+    """A row for each rate, then the goodput and its price in a line."""
+    goals = f"first token within {settings.ttft_goal_s:g} s, gaps of at most {1e3 * settings.itl_goal_s:g} ms"
+    table = new_table(f"requests per second; in time: {goals}")
+    for heading in (
+        *("case", "requests", "failed", "in time", "TTFT p50 s", "p99 s", "ITL p50 ms", "p99 ms"),
+        *("output tokens/s", "late ms"),
+    ):
+        new_column(table, heading)
+    for row in rows:
+        ttft = ("", "") if row.ttft is None else (f"{row.ttft.p50_ms / 1e3:.2f}", f"{row.ttft.p99_ms / 1e3:.2f}")
+        itl = ("", "") if row.itl is None else (f"{row.itl.p50_ms:.1f}", f"{row.itl.p99_ms:.1f}")
+        counts = (str(row.requests), str(row.failed), f"{100 * row.good_share:.0f} %")
+        table.add_row(
+            f"{row.rate:g}/s", *counts, *ttft, *itl, f"{row.output_tokens_per_s:.1f}", f"{row.max_late_ms:.0f}"
+        )
+    return [table, _goodput_line(rows)]
+
+
+def _goodput_line(rows: Sequence[RateRow]) -> str:
+    best = best_rate(rows)
+    if best is None:
+        return f"goodput: none of these rates has {100 * CARRIED:.0f} % of its requests in time"
+    line = f"goodput: {best.rate:g} requests/s, {best.output_tokens_per_s:.1f} output tokens/s"
+    price = best.cost_per_million_output_tokens
+    return line if price is None else f"{line}; a million output tokens cost {price:.2f}"
 
 
 def _cells(seen: Spread) -> list[str]:

@@ -9,6 +9,7 @@ app = App(
     result_action="return_value",
 )
 app.command("splitserve.cli.bench.load:burst")
+app.command("splitserve.cli.bench.load:serve")
 app.command("splitserve.cli.bench.machine:engine")
 app.command("splitserve.cli.bench.machine:gpu")
 app.command("splitserve.cli.bench.machine:router")

@@ -1,15 +1,25 @@
-"""`splitserve bench burst`: load for a server that is running, this one or another."""
+"""`splitserve bench burst` and `serve`: load for a server that is running, this one or another."""
 
 import asyncio
 import json
+import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from splitserve.cli.bench.output import MESSAGES, RESULTS, require_writable, save, tell
 from splitserve.cli.up import require_serving
-from splitserve.service.config import Cores, Positive
+from splitserve.service.config import Cores, Duration, Positive
 from splitserve.service.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from splitserve.bench.report import Report
 
 
 def burst(
@@ -77,19 +87,15 @@ def burst(
         Write a picture to this file, as PNG: every token a dot, bursts shaded.
     """
     require_serving()
-    require_writable(output)
-    require_writable(plot, "--plot")
+    prepare(output, plot)
     extra = json_object(extra_body)
     from splitserve.bench.load import tables
     from splitserve.bench.load.burst import BurstSettings, measure_burst, rows_of, summarize
     from splitserve.bench.load.control import prefill_cores
-    from splitserve.bench.load.plot import plot_burst, require_matplotlib
+    from splitserve.bench.load.plot import plot_burst
     from splitserve.bench.load.prompts import Prompts
     from splitserve.bench.report import make_load_report
-    from splitserve.bench.tables import machine_line
 
-    if plot is not None:
-        require_matplotlib()
     settings = BurstSettings(
         url=url,
         model=model,
@@ -108,15 +114,133 @@ def burst(
     measured = asyncio.run(measure_burst(settings, Prompts.of_model(tokenizer, settings.seed), MESSAGES.print))
     result = summarize(measured)
     report = make_load_report("burst", settings, rows_of(measured), result.as_json())
-    RESULTS.print(machine_line(report.machine), soft_wrap=True)
-    for shown in tables.burst_tables(result):
-        RESULTS.print(shown, soft_wrap=isinstance(shown, str))
-    save(report, output)
-    tell(output)
+    show(report, tables.burst_tables(result), output)
     if plot is not None:
         plot_burst(measured, result, url, plot)
         tell(plot)
     return 0
+
+
+def serve(
+    *,
+    url: str = "http://127.0.0.1:8000",
+    model: str | None = None,
+    api: Literal["completions", "chat"] = "completions",
+    rates: str = "0.5,1,2,4",
+    duration: Duration = 60.0,
+    prompt_tokens: Positive = 512,
+    output_tokens: Positive = 64,
+    spread: Annotated[float, Parameter(validator=Number(gte=0, lt=1))] = 0.5,
+    ttft_goal: Duration = 2.0,
+    itl_goal: Duration = 0.1,
+    price_per_hour: Annotated[float | None, Parameter(validator=Number(gt=0))] = None,
+    tokenizer: str | None = None,
+    extra_body: str = '{"ignore_eos": true}',
+    seed: int | None = None,
+    output: Path | None = None,
+    plot: Path | None = None,
+) -> int:
+    """How many requests per second does a server answer in time, and what does a token cost? Any with OpenAI's API.
+
+    Requests arrive at random (Poisson) whether or not earlier ones are answered, at one rate after another. The goodput
+    is the highest rate at which 9 of 10 requests meet both goals. docs/benchmarks.md explains the figures.
+
+    Parameters
+    ----------
+    url
+        The server's HTTP address.
+    model
+        Default: the first one that the server names.
+    api
+        Which of OpenAI's two ways to ask.
+    rates
+        Requests per second, such as 0.5,1,2; each is a row.
+    duration
+        How long requests arrive at each rate, such as 60s.
+    prompt_tokens
+        Mean length of prompts. No two are alike, so no cache helps.
+    output_tokens
+        Mean length of answers.
+    spread
+        Lengths are drawn evenly from 1 - spread to 1 + spread times the mean.
+    ttft_goal
+        A good answer's first token comes within this time, such as 2s.
+    itl_goal
+        Of a good answer's gaps between tokens 99 of 100 are at most this long, such as 100ms.
+    price_per_hour
+        What the server costs in an hour; then the report says what a million output tokens cost.
+    tokenizer
+        Whose tokens the prompts are counted in, as --model elsewhere; default: SmolLM2-135M-Instruct.
+    extra_body
+        JSON that goes into every request. Without ignore_eos an answer may end early.
+    seed
+        Draws the same arrivals and prompts again, which the server then may have cached. Default: others each time.
+    output
+        Write the report to this file, as JSON.
+    plot
+        Write a picture to this file, as PNG: requests answered, and answered in time, over the rate.
+    """
+    require_serving()
+    prepare(output, plot)
+    extra, numbers = json_object(extra_body), numbers_above_0(rates, "rates")
+    from splitserve.bench.load import arrivals, tables
+    from splitserve.bench.load.plot import plot_rates
+    from splitserve.bench.load.prompts import Prompts
+    from splitserve.bench.report import make_load_report
+
+    settings = arrivals.ArrivalSettings(
+        url=url,
+        model=model,
+        api=api,
+        rates=numbers,
+        seconds=duration,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        spread=spread,
+        ttft_goal_s=ttft_goal,
+        itl_goal_s=itl_goal,
+        price_per_hour=price_per_hour,
+        extra_body=extra,
+        seed=time.time_ns() if seed is None else seed,
+    )
+    prompts = Prompts.of_model(tokenizer, settings.seed)
+    rows = asyncio.run(arrivals.measure_arrivals(settings, prompts, MESSAGES.print))
+    report = make_load_report("serve", settings, arrivals.rows_of(rows), arrivals.summary_of(rows))
+    show(report, tables.rate_tables(rows, settings), output)
+    if plot is not None:
+        plot_rates(rows, url, plot)
+        tell(plot)
+    return 0
+
+
+def prepare(output: Path | None, plot: Path | None) -> None:
+    """Before minutes of measuring. Raises InvalidRequest where a result could not be kept."""
+    require_writable(output)
+    require_writable(plot, "--plot")
+    if plot is not None:
+        from splitserve.bench.load.plot import require_matplotlib
+
+        require_matplotlib()
+
+
+def show(report: "Report", tables: "Sequence[Table | str]", output: Path | None) -> None:
+    from splitserve.bench.tables import machine_line
+
+    RESULTS.print(machine_line(report.machine), soft_wrap=True)
+    for shown in tables:
+        RESULTS.print(shown, soft_wrap=isinstance(shown, str))
+    save(report, output)
+    tell(output)
+
+
+def numbers_above_0(text: str, name: str) -> list[float]:
+    try:
+        numbers = [float(number) for number in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or not all(0 < number < math.inf for number in numbers):
+        raise InvalidRequest(f"--{name} {text}: numbers above 0 are needed, such as 0.5,2", field=name)
+    return numbers
 
 
 def json_object(text: str) -> dict[str, Any]:
