@@ -16,7 +16,8 @@ from splitserve.service.limits import GRPC_MESSAGE_OPTIONS
 from splitserve.v1 import inference_pb2
 from splitserve.v1 import inference_pb2_grpc as pb_grpc
 
-INFERENCE_SERVICE: str = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+_SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
+INFERENCE_SERVICE: str = _SERVICE.full_name
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *GRPC_MESSAGE_OPTIONS,
@@ -52,7 +53,7 @@ class InferenceServer:
 
     async def start(self, bind: str, port: int) -> int:
         """Returns the bound port, which differs from `port` where that is 0. OSError if the address cannot be bound."""
-        server = grpc.aio.server(interceptors=(MalformedMessages(INFERENCE_SERVICE),), options=SERVER_OPTIONS)
+        server = grpc.aio.server(interceptors=(MalformedMessages(_SERVICE),), options=SERVER_OPTIONS)
         pb_grpc.add_InferenceServiceServicer_to_server(self._servicer, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
         names = (INFERENCE_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)

@@ -148,12 +148,13 @@ class RequestValidator:
             )
         # The length first: a message may hold millions of ids.
         self._check_prompt_len(len(ids), self.context_len, "token_ids")
+        ids = tuple(ids)  # protobuf's own list is slow to look through
         if (index := self._first_unknown(ids)) is not None:
             raise InvalidRequest(
                 f"token_ids[{index}] is {ids[index]}; the model's vocabulary is 0 to {self._model.vocab_size - 1}",
                 field="token_ids",
             )
-        return tuple(ids)
+        return ids
 
     def _first_unknown(self, ids: Sequence[int]) -> int | None:
         """Where the first id stands that the model does not have. Not for an empty sequence."""
