@@ -22,6 +22,7 @@ MAX_FIELDS = 40_000
 # What is smaller cannot have many.
 _MAX_UNCOUNTED_BYTES = 2 * MAX_FIELDS
 
+_MAX_VARINT_BITS = 70
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
@@ -87,23 +88,23 @@ def has_too_many_fields(data: bytes, kind: Descriptor) -> bool:
                     at += size
                 else:
                     at += {_FIXED64: 8, _FIXED32: 4}.get(tag & 7, 0)
-            except IndexError:  # it breaks off
+            except (ValueError, IndexError):  # it is none, or breaks off
                 return False
     return False
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number there, and where the next thing stands."""
-    value, shift = data[at], 7
+    """The number there, and where the next thing stands. Raises ValueError or IndexError where there is none."""
+    value = data[at]
     if value < 0x80:
         return value, at + 1
     value &= 0x7F
-    at += 1
-    while data[at] & 0x80:
-        value |= (data[at] & 0x7F) << shift
-        shift += 7
+    for shift in range(7, _MAX_VARINT_BITS, 7):
         at += 1
-    return value | data[at] << shift, at + 1
+        value |= (data[at] & 0x7F) << shift
+        if data[at] < 0x80:
+            return value, at + 1
+    raise ValueError("a number without end")
 
 
 def _refusing(behavior: Any) -> Any:
