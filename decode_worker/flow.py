@@ -26,6 +26,7 @@ from splitserve.service.reasons import Reason
 from splitserve.worker import commands, messages, reports
 from splitserve.worker.admission import Refusal, decode_blocks
 from splitserve.worker.chunks import Chunk
+from splitserve.worker.load import StepSize
 from splitserve.worker.sampling import NOT_FINITE, Draw, draw_tokens, start_problem
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
@@ -211,12 +212,12 @@ class DecodeEngine(HoldingEngine):
     def has_work(self) -> bool:
         return len(self._running) + len(self._local) > 0
 
-    def step(self) -> bool:
+    def step(self) -> StepSize | None:
         batch = self._carry_out(self._plan())
         # However many decode, a prompt gets on.
         chunks = self._plan_chunks(self._local, max(self._context.config.max_num_batched_tokens - len(batch), 1))
         if not batch and not chunks:
-            return False
+            return None
         rows = [Segment([s.token_ids[-1]], len(s.token_ids) - 1, s.blocks, wants_logits=True) for s in batch]
         segments = [self._local[chunk.attempt].segment(chunk) for chunk in chunks]
         logits = self._runner.run(rows + segments)
@@ -225,7 +226,7 @@ class DecodeEngine(HoldingEngine):
         parts = torch.split(logits[len(batch) :], [segment.num_logits for segment in segments])
         for chunk, part in zip(chunks, parts, strict=True):
             self._computed(self._local[chunk.attempt], chunk, part)
-        return True
+        return StepSize(len(batch), sum(chunk.length for chunk in chunks))
 
     def _decoded(self, batch: list[Sequence], logits: torch.Tensor) -> None:
         draws = [Draw(s.params, s.sample, s.history) for s in batch]

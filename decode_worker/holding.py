@@ -86,6 +86,14 @@ class HoldingEngine(PromptEngine):
             tokens_ahead=tokens_ahead(prompts, self._context.config.long_prefill_threshold),
         )
 
+    def num_empty_slots(self) -> int:
+        size = self._layout.block_size
+        waiting = sum(
+            len(holder.own_blocks) * (size - len(holder.token_ids) % size)
+            for holder in (*self._reservations, *self._local)
+        )
+        return waiting + sum(len(s.blocks) * size - s.num_tokens_in_pool for s in self._running)
+
     def check(self) -> None:
         if self.is_empty():
             self._allocator.check_idle()

@@ -46,6 +46,11 @@ class Sequence:
     def key(self) -> str:
         return f"{self.attempt}/{self.sample}"
 
+    @property
+    def num_tokens_in_pool(self) -> int:
+        """All but the newest, whose K and V the next step computes."""
+        return len(self.token_ids) - 1
+
 
 @dataclass(slots=True)
 class Reservation:

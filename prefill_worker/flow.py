@@ -18,7 +18,7 @@ from splitserve.worker import commands, messages, reports
 from splitserve.worker.admission import Refusal
 from splitserve.worker.chunks import tokens_ahead
 from splitserve.worker.engine_setup import EngineContext
-from splitserve.worker.load import load_report
+from splitserve.worker.load import StepSize, load_report
 from splitserve.worker.payload import encode_finish
 from splitserve.worker.prompts import PromptEngine
 from splitserve.worker.sampling import NOT_FINITE, start_problem
@@ -146,7 +146,7 @@ class PrefillEngine(PromptEngine):
     def has_work(self) -> bool:
         return any(attempt.is_computing for attempt in self._attempts.values())
 
-    def step(self) -> bool:
+    def step(self) -> StepSize:
         chunks = self._plan_chunks(self._computing(), self._context.config.max_num_batched_tokens)
         segments = [self._attempts[chunk.attempt].segment(chunk) for chunk in chunks]
         logits = self._runner.run(segments)
@@ -161,7 +161,7 @@ class PrefillEngine(PromptEngine):
                 self._hand_off(attempt, tokens)
             else:
                 self._push_blocks(attempt, attempt.num_computed // self._layout.block_size)
-        return True
+        return StepSize(0, sum(chunk.length for chunk in chunks))
 
     def _computing(self) -> list[PrefillAttempt]:
         """What is left to compute, in order of arrival."""
@@ -191,6 +191,10 @@ class PrefillEngine(PromptEngine):
             waiting_tokens=sum(prompt.num_left for prompt in prompts),
             tokens_ahead=tokens_ahead(prompts, self._context.config.long_prefill_threshold),
         )
+
+    def num_empty_slots(self) -> int:
+        size = self._layout.block_size
+        return sum(len(attempt.blocks) * size - len(attempt.token_ids) for attempt in self._attempts.values())
 
     def check(self) -> None:
         if self.is_empty():

@@ -56,6 +56,9 @@ REQUEST_TIME_BUCKETS = (
 STAGE_TIME_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 TRANSFER_TIME_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
+STEP_SEQUENCES_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+STEP_PROMPT_TOKENS_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
 
 def new_registry() -> CollectorRegistry:
     """A registry with the process's own memory, processor time and open files."""
@@ -182,3 +185,48 @@ class WorkerMetrics:
 
     def count_transfer_failure(self, *, transport: str, side: str, reason: str) -> None:
         self._transfer_failures.labels(self._model, transport, side, reason).inc()
+
+
+class StepMetrics:
+    """How busy a worker's engine is, how large its steps are, and how full its blocks. Thread-safe, as above."""
+
+    def __init__(self, registry: CollectorRegistry, model: str) -> None:
+        busy = Counter(
+            "splitserve_worker_busy_seconds",
+            "Time that the engine was computing steps; its rate is the share of time that it is busy.",
+            ["model"],
+            registry=registry,
+        )
+        sequences = Histogram(
+            "splitserve_step_num_sequences",
+            "Sequences that got their next token in one step, of the steps that had any.",
+            ["model"],
+            buckets=STEP_SEQUENCES_BUCKETS,
+            registry=registry,
+        )
+        prompt_tokens = Histogram(
+            "splitserve_step_num_prompt_tokens",
+            "Tokens of prompts computed in one step, of the steps that had any.",
+            ["model"],
+            buckets=STEP_PROMPT_TOKENS_BUCKETS,
+            registry=registry,
+        )
+        fragmentation = Gauge(
+            "splitserve_kv_cache_fragmentation_perc",
+            "Share of the room in blocks in use or reserved that is no token's; 0 is none.",
+            ["model"],
+            registry=registry,
+        )
+        self._busy, self._fragmentation = busy.labels(model), fragmentation.labels(model)
+        self._sequences, self._prompt_tokens = sequences.labels(model), prompt_tokens.labels(model)
+
+    def count_step(self, seconds: float, num_sequences: int, num_prompt_tokens: int) -> None:
+        self._busy.inc(seconds)
+        if num_sequences:
+            self._sequences.observe(num_sequences)
+        if num_prompt_tokens:
+            self._prompt_tokens.observe(num_prompt_tokens)
+
+    def set_slots(self, *, taken: int, empty: int) -> None:
+        """Tokens that the blocks in use or reserved have room for, and how much of that is no token's."""
+        self._fragmentation.set(empty / taken if taken else 0.0)

@@ -26,6 +26,7 @@ from splitserve.worker import commands, reports
 from splitserve.worker.clock import StepClock
 from splitserve.worker.engine_setup import EngineContext, Publish, build_context, ready_report
 from splitserve.worker.link import EngineLink
+from splitserve.worker.load import StepSize
 from splitserve.worker.watchdog import StandstillError, Watchdog, end_with_parent
 
 # How often an idle engine shows a sign of life and looks at deadlines.
@@ -50,11 +51,11 @@ class RoleEngine(Protocol):
 
     def has_work(self) -> bool: ...
 
-    def step(self) -> bool:
-        """Computes one step; False when everything that runs has to wait for something to arrive."""
+    def step(self) -> StepSize | None:
+        """Computes one step; None when everything that runs has to wait for something to arrive."""
 
     def report_load(self) -> None:
-        """Publishes the load if it is another than the one that was published last."""
+        """Publishes what of the load, and of how the pool is used, is another than what was published last."""
 
     def check(self) -> None:
         """Raises ValueError if what the engine holds does not add up. Called when it has been idle for a moment."""
@@ -173,7 +174,7 @@ class EngineLoop:
         self._is_waiting = True
         if self._engine.has_work():
             self._clock.begin_step()
-            self._is_waiting = not self._engine.step()
+            self._is_waiting = not self._step()
         if self._is_waiting:
             self._clock.beat()
             if is_quiet:
@@ -182,6 +183,15 @@ class EngineLoop:
             self._clock.end_step()
             self._is_checked = False
         self._engine.report_load()
+        return True
+
+    def _step(self) -> bool:
+        """False when everything has to wait."""
+        began = self._now()
+        size = self._engine.step()
+        if size is None:
+            return False
+        self._publish(reports.Step(self._now() - began, size.num_sequences, size.num_prompt_tokens))
         return True
 
     def _check_once_idle(self, wait_s: float) -> None:

@@ -167,7 +167,9 @@ class Front:
             case reports.LinkReport():
                 self._links[report.peer] = report
                 self._joiner.send(translate.to_worker_message(report))
-            case reports.TransferReport() | reports.CacheLookup() | reports.Ignored():
+            case (
+                reports.TransferReport() | reports.CacheLookup() | reports.Ignored() | reports.Step() | reports.Slots()
+            ):
                 self._http.count(report)
             case reports.Progress(text=text):
                 log.info("engine", step=text)

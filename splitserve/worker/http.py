@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from splitserve.service.http_server import serve_http
-from splitserve.service.metrics import CONTENT_TYPE, WorkerMetrics, new_registry, render
+from splitserve.service.metrics import CONTENT_TYPE, StepMetrics, WorkerMetrics, new_registry, render
 from splitserve.worker import reports
 
 
@@ -25,6 +25,7 @@ class WorkerHttp:
         self._is_draining = is_draining
         self._registry = new_registry()
         self._metrics = WorkerMetrics(self._registry, ready.fingerprint.model)
+        self._step_metrics = StepMetrics(self._registry, ready.fingerprint.model)
         self._metrics.set_start(ready.startup, msgspec.structs.asdict(ready.memory))
 
     @asynccontextmanager
@@ -73,6 +74,10 @@ class WorkerHttp:
                 self._metrics.count_cache_lookup(num_tokens=num_tokens, num_cached_tokens=num_cached)
             case reports.Ignored(kind=kind):
                 self._metrics.count_ignored(kind)
+            case reports.Step(seconds=seconds, num_sequences=num_sequences, num_prompt_tokens=num_prompt_tokens):
+                self._step_metrics.count_step(seconds, num_sequences, num_prompt_tokens)
+            case reports.Slots(num_taken=num_taken, num_empty=num_empty):
+                self._step_metrics.set_slots(taken=num_taken, empty=num_empty)
             case reports.FirstTokens(tokens=tokens, num_computed_tokens=num_computed):
                 self._metrics.count_prompt_tokens(num_computed)
                 self._metrics.count_generation_tokens(len(tokens))

@@ -1,8 +1,18 @@
-"""A role engine's load as one report, from the books of its allocator and its KV agent."""
+"""A role engine's load as one report, from the books of its allocator and its KV agent; and how large a step was."""
+
+from dataclasses import dataclass
 
 from kvtransfer.counters import KVStats
 from splitserve.engine.allocator import BlockCounts
 from splitserve.worker import reports
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """What one step computed: the next token of each of so many sequences, and tokens of prompts."""
+
+    num_sequences: int
+    num_prompt_tokens: int
 
 
 def load_report(

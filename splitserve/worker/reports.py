@@ -165,6 +165,22 @@ class Ignored(Message, frozen=True):
     kind: str
 
 
+class Step(Message, frozen=True):
+    """One step, for the metrics: how long the engine took for it, and of what (see `load.StepSize`)."""
+
+    seconds: float
+    num_sequences: int
+    num_prompt_tokens: int
+
+
+class Slots(Message, frozen=True):
+    """Of the blocks in use or reserved, for the metrics: the tokens that they have room for, and how much of that
+    room is no token's, neither now nor once all that they are held for has arrived or been computed."""
+
+    num_taken: int
+    num_empty: int
+
+
 class Drained(Message, frozen=True):
     """The answer to `Drain`: nothing is left here."""
 
@@ -183,7 +199,7 @@ class Load(Message, frozen=True):
     kv_messages_dropped: int
 
 
-Countable = TransferReport | CacheLookup | Ignored | FirstTokens | StepTokens
+Countable = TransferReport | CacheLookup | Ignored | Step | Slots | FirstTokens | StepTokens
 "What the front's metrics count."
 
 AttemptReport = (
@@ -209,6 +225,8 @@ Report = (
     | TransferReport
     | CacheLookup
     | Ignored
+    | Step
+    | Slots
     | Drained
     | Load
 )

@@ -30,6 +30,7 @@ class EngineBase(ABC):
         self._max_len = context.max_model_len
         self._allocator = BlockAllocator(context.runner.pool.num_blocks)
         self._last_load: reports.Load | None = None
+        self._last_slots = reports.Slots(0, 0)
         self._ended = EndedAttempts()
         # While it drains: until when; after that, nothing more is to be ended.
         self._drains_until: float | None = None
@@ -39,12 +40,22 @@ class EngineBase(ABC):
     def load(self) -> reports.Load:
         """What the engine holds and has to do at this moment."""
 
+    @abstractmethod
+    def num_empty_slots(self) -> int:
+        """Room for tokens in the blocks of attempts that is no token's; see `reports.Slots`."""
+
     def report_load(self) -> None:
-        """Publishes the load unless the last one published was the same: what routers have heard is what holds."""
+        """Publishes the load unless the last one published was the same: what routers have heard is what holds. How
+        full its blocks are is a report of its own: it changes with every token, and no router needs it."""
         load = self.load()
         if load != self._last_load:
             self._last_load = load
             self._publish(load)
+        num_taken = (load.blocks_in_use + load.blocks_reserved) * self._layout.block_size
+        slots = reports.Slots(num_taken, self.num_empty_slots())
+        if slots != self._last_slots:
+            self._last_slots = slots
+            self._publish(slots)
 
     def _room(self) -> Room:
         return Room(

@@ -13,6 +13,7 @@ from splitserve.service.reasons import Reason
 from splitserve.worker import commands, messages, reports
 from splitserve.worker.clock import StepClock
 from splitserve.worker.engine_process import EngineLoop, RoleEngine
+from splitserve.worker.load import StepSize
 from tests.tiny_models import VOCAB_SIZE
 from tests.workers.pair import PATIENCE_S, EngineRig, Pair, limits
 from tests.workers.test_hand_off import B, prompt_of
@@ -219,10 +220,10 @@ class FakeEngine:
     def has_work(self) -> bool:
         return self.work > 0
 
-    def step(self) -> bool:
+    def step(self) -> StepSize:
         self.calls.append("step")
         self.work -= 1
-        return True
+        return StepSize(1, 0)
 
     def report_load(self) -> None:
         pass
