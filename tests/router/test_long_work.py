@@ -39,9 +39,10 @@ class Watched(ByteTokenizer):
 def scored(request: GenerationRequest) -> list[Step]:
     """Each prompt token with one likeliest, and one output token of each sample with none, if asked for."""
     own = None if request.sampling.logprobs is None else TokenLogprobs(97, -1.0, ())
-    entries = tuple(TokenLogprobs(97, -1.0, ((98, -0.5),)) for _ in request.prompt_ids)
+    told = () if request.sampling.prompt_logprobs is None else request.prompt_ids
+    entries = tuple(TokenLogprobs(97, -1.0, ((98, -0.5),)) for _ in told)
     return [
-        PromptLogprobs(entries),
+        *([PromptLogprobs(entries)] if entries else []),
         *(TokenEvent(sample, 0, 97, FinishReason.LENGTH, own) for sample in range(request.sampling.n)),
     ]
 
