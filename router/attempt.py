@@ -32,7 +32,7 @@ from router.events import (
     WorkerLost,
 )
 from router.inbox import Inbox
-from router.leg import Leg, LocalLeg
+from router.leg import Leg
 from router.leg_search import LegSearch, LegSource
 from router.metrics import RouterMetrics
 from router.pacing import Pacer
@@ -76,7 +76,7 @@ class Attempt:
         self.num_cached_tokens: int | None = None  # known once a prefill worker has accepted
         self.has_more = False  # tokens beside the one that was given last, which follow at once
         self._leg = leg
-        self._is_local = isinstance(leg, LocalLeg)
+        self._is_local = leg.worker is decode
         self._search = LegSearch(legs, decode, inbox, patience_s=config.reserve_timeout)
         self._config = config
         self._metrics = metrics
@@ -148,8 +148,6 @@ class Attempt:
             self._carried.traceparent,
             is_local=self._is_local,
         )
-        if self._is_local:
-            self._leg.expect(self._start)
 
     def _on_ticket(self, ticket: Ticket) -> None:
         is_first = self._state is State.RESERVING and not self._is_local
@@ -179,7 +177,6 @@ class Attempt:
                 self._carried.stages.transferred(transfer_id, num_bytes)
             case FirstTokensArrived(tokens=tokens):
                 self._advance(BEFORE_FIRST_TOKEN, State.DECODING if self._is_local else State.ARRIVING)
-                self._release_unwanted_samples()
                 return tokens
             case AlreadyRunning():
                 self._on_running()
@@ -226,9 +223,8 @@ class Attempt:
     async def _on_setback(self, setback: Setback) -> None:
         """Goes on if the attempt may; else raises AttemptLostError."""
         if isinstance(setback, TransferLost):
-            if self._is_local:
-                return  # about no ticket of ours
-            is_current = self._state in WITH_LEG | {State.SEEKING} and setback.transfer_id == self._ticket.transfer_id
+            has_ticket = self._state in WITH_LEG | {State.SEEKING} and not self._is_local
+            is_current = has_ticket and setback.transfer_id == self._ticket.transfer_id
             if is_current and self._state is State.SEEKING:
                 self._is_ticket_spent = True
             elif is_current:

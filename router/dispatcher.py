@@ -16,7 +16,7 @@ from router.attempt import Attempt
 from router.config import RouterConfig
 from router.flow import RequestFlow
 from router.inbox import Inbox
-from router.leg import Leg, LocalLeg
+from router.leg import Leg
 from router.membership import End, Membership
 from router.metrics import RouterMetrics
 from router.pacing import Pacer
@@ -138,10 +138,11 @@ class ClusterDispatcher:
         kept = self._kept = []
         # Who computes short prompts has nothing to do with who computes long ones.
         without_room_of: dict[bool, list[Demand]] = {False: [], True: []}
+        most_locally = self._membership.max_local_tokens
         prefills, decodes = self._views(kept)
         for waiting in self.queue.in_order():
             demand = waiting.demand
-            without_room = without_room_of[self._is_local(demand)]
+            without_room = without_room_of[demand.num_tokens <= most_locally]
             if any(demand.needs_no_less(other) for other in without_room):
                 continue
             placement = place(demand, prefills, decodes, self._config.routing, self._turn)
@@ -223,7 +224,7 @@ class ClusterDispatcher:
         # Random per attempt and made here: no client's id is ever a key.
         attempt_id, inbox = uuid.uuid4().hex, Inbox()
         is_local, num_tokens = placement.is_local, demand.num_tokens
-        leg = LocalLeg(attempt_id, decode, inbox) if is_local else self._leg(prefill, num_tokens, inbox)
+        leg = Leg(attempt_id, decode, inbox) if is_local else self._leg(prefill, num_tokens, inbox)
         attempt = Attempt(attempt_id, leg, decode, inbox, self, self._config, self._metrics, self._pacer)
         num_blocks = decode_blocks(demand.num_tokens, demand.num_samples, decode.identity.block_size)
         decode.promise(attempt_id, attempt, num_blocks, num_tokens if is_local else 0, demand.num_samples)

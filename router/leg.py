@@ -1,8 +1,8 @@
-"""A leg: the part of whoever computes the prompt in an attempt, from the ticket that a prefill worker is given to the
-first tokens.
+"""A leg: one prefill worker's part in an attempt, from the ticket that it is given to the first tokens.
 
 Made by the dispatcher with room promised on the worker, which knows it by an id of its own: so what an earlier leg
-says late is nobody's. Driven and closed by the attempt.
+says late is nobody's. Driven and closed by the attempt. Where the decode worker computes the prompt itself, the leg
+is its own: it has the attempt's id, and nothing is handed over.
 """
 
 from kvtransfer.ticket import Ticket
@@ -29,12 +29,8 @@ class Leg:
 
     def hand_over(self, start: Start, ticket: Ticket, timeout_s: float, traceparent: str) -> None:
         self._is_handed_over = True
-        self.expect(start)
-        self.worker.channel.prefill(self.leg_id, start, ticket, timeout_s, traceparent)
-
-    def expect(self, start: Start) -> None:
-        """The prompt is being computed, and its logprobs are on their way if they are wanted."""
         self._num_to_score = 0 if start.sampling.prompt_logprobs is None else len(start.prompt_ids)
+        self.worker.channel.prefill(self.leg_id, start, ticket, timeout_s, traceparent)
 
     def note_scored(self, arrived: PromptLogprobsArrived) -> None:
         """By position: what is said twice counts once."""
@@ -57,12 +53,3 @@ class Leg:
             self.worker.channel.release(self.leg_id, reason)
         self.worker.forget(self.leg_id)
         self._inbox.drop(self)
-
-
-class LocalLeg(Leg):
-    """The decode worker computes the prompt itself: it is asked with the reservation, speaks of the attempt, and is
-    released from both at once."""
-
-    def close(self, reason: str, *, is_over: bool = False) -> None:
-        """Idempotent; the attempt gives back what the worker holds."""
-        self.is_closed = True

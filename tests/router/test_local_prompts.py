@@ -384,7 +384,23 @@ async def test_worker_that_answers_as_if_it_was_to_receive_hangs_the_request() -
     task = asyncio.create_task(collect(router.submit()))
     attempt, _ = await decode.command("reserve")
     decode.say(attempt, Reserved(Ticket("t", "d", 0, 1)))
-    decode.transfer_lost(attempt)
     with pytest.raises(Unavailable, match="said nothing"):
         await task
+    assert decode.channel.of_kind("prefill") == []
+    router.assert_idle()
+
+
+async def test_word_of_a_transfer_ends_a_local_prompt() -> None:
+    router = Router(without_prefill="local")
+    decode = router.join(Role.DECODE, "d")
+    task = asyncio.create_task(collect(router.submit()))
+    attempt = await asked(decode)
+    decode.transfer_lost(attempt)
+    await asyncio.sleep(0.01)
+    decode.transferred(attempt, 0)
+    decode.already_running(attempt)
+    decode.first(attempt, 0, 100)
+    decode.transfer_lost(attempt)
+    decode.token(attempt, 1, 101, LENGTH)
+    assert ids(await task) == [100, 101]
     router.assert_idle()
