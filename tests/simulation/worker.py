@@ -164,7 +164,9 @@ class SimulatedWorker:
 
     def _on_report(self, report: reports.Report) -> None:
         self.books.say(report, is_spoilt=self._wires.is_spoilt)
-        if isinstance(report, reports.TransferReport | reports.CacheLookup | reports.Ignored):
+        if isinstance(
+            report, reports.TransferReport | reports.CacheLookup | reports.Ignored | reports.Step | reports.Slots
+        ):
             return
         if isinstance(report, reports.Drained):
             self._leave()
