@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 
 LITELLM := .venv-litellm
 
-.PHONY: serve test test-e2e test-faults test-litellm check proto wheel clean
+.PHONY: serve test test-e2e test-faults test-litellm check proto wheel peers clean
 
 # Runs a router, one prefill worker and one decode worker on this machine until Ctrl-C.
 serve: $(STAMP)
@@ -46,6 +46,11 @@ check: $(STAMP)
 proto: $(STAMP)
 	$(BIN)/python -m tests.proto_freshness --write
 
+# Other servers for 'splitserve bench peers', each in an environment of its own; takes gigabytes and most of an hour. One
+# that cannot be had here is skipped with the reason.
+peers: $(STAMP)
+	$(BIN)/python -P -m splitserve.bench.peers.environments .peers
+
 wheel: $(STAMP)
 	$(BIN)/python -m build --no-isolation
 
@@ -64,4 +69,4 @@ $(LITELLM)/.installed: tests/cluster/clients/litellm.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(LITELLM) dist build
+	rm -rf $(VENV) $(LITELLM) .peers dist build

@@ -4,22 +4,16 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from splitserve.cli.bench.output import MESSAGES, RESULTS, require_writable, save, tell
+from splitserve.cli.bench.output import MESSAGES, require_writable, show, tell
 from splitserve.cli.up import require_serving
 from splitserve.service.config import Cores, Duration, Positive
 from splitserve.service.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from splitserve.bench.report import Report
 
 
 def burst(
@@ -221,16 +215,6 @@ def prepare(output: Path | None, plot: Path | None) -> None:
         from splitserve.bench.load.plot import require_matplotlib
 
         require_matplotlib()
-
-
-def show(report: "Report", tables: "Sequence[Table | str]", output: Path | None) -> None:
-    from splitserve.bench.tables import machine_line
-
-    RESULTS.print(machine_line(report.machine), soft_wrap=True)
-    for shown in tables:
-        RESULTS.print(shown, soft_wrap=isinstance(shown, str))
-    save(report, output)
-    tell(output)
 
 
 def numbers_above_0(text: str, name: str) -> list[float]:

@@ -8,11 +8,19 @@ from rich.console import Console
 from splitserve.service.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.table import Table
+
     from splitserve.bench.report import Report
+
+_WIDE = 200
 
 # What is measured goes to stdout, what happens meanwhile to stderr.
 MESSAGES = Console(stderr=True, markup=False, highlight=False)
 RESULTS = Console(markup=False, highlight=False)
+if not RESULTS.is_terminal:  # a file or a pipe: no column has to be cut off
+    RESULTS.width = _WIDE
 
 
 def require_writable(output: Path | None, flag: str = "--output") -> None:
@@ -33,3 +41,13 @@ def save(report: "Report", output: Path | None) -> None:
 def tell(output: Path | None) -> None:
     if output is not None:
         MESSAGES.print(f"written to {output}")
+
+
+def show(report: "Report", tables: "Sequence[Table | str]", output: Path | None) -> None:
+    from splitserve.bench.tables import machine_line
+
+    RESULTS.print(machine_line(report.machine), soft_wrap=True)
+    for shown in tables:
+        RESULTS.print(shown, soft_wrap=isinstance(shown, str))
+    save(report, output)
+    tell(output)
