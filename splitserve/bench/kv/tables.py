@@ -1,0 +1,27 @@
+"""The report as a table for a terminal."""
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from splitserve.bench.kv.measure import KVRow
+from splitserve.bench.tables import new_column, new_table
+
+_HEADINGS = ("case", "MiB", "GB/s", "/memcpy", "/socket", "source s/GB", "sink s/GB")
+
+
+def kv_table(rows: Sequence[KVRow]) -> Table:
+    """As wide as a terminal of 80 columns."""
+    table = new_table("blocks from process to process; of workers are zmq ipc and zmq tcp")
+    for heading in _HEADINGS:
+        new_column(table, heading)
+    for row in rows:
+        table.add_row(
+            f"{row.blocks} {row.transport}",
+            f"{row.bytes / (1 << 20):.1f}",
+            f"{row.gb_s:.2f}",
+            *("" if share is None else f"{share:.2f}" for share in (row.of_memcpy, row.of_socket)),
+            f"{row.source_cpu_s_per_gb:.2f}",
+            "" if row.sink_cpu_s_per_gb is None else f"{row.sink_cpu_s_per_gb:.2f}",
+        )
+    return table
