@@ -26,8 +26,8 @@ _STREAM_PROMPT_TOKENS = 24
 # Between two bursts the streams run alone for so many tokens.
 _PAUSE_TOKENS = 25
 _METRONOME_S, _METRONOME_TICKS = 0.01, 300
-# A stream that has said nothing for so long is dead; the client gives up before.
-_SILENCE_S = 120.0
+# A running stream that says nothing for so long is dead. A burst's prompt may have to wait for all others.
+_SILENCE_S, _PATIENCE_S = 120.0, 600.0
 _POLL_S = 0.01
 _MAX_BURSTS = 200
 
@@ -123,7 +123,7 @@ async def measure_burst(settings: BurstSettings, prompts: Prompts, say: Say) -> 
     say(f"the client's own jitter, {_METRONOME_TICKS} ticks")
     jitter = await client_jitter(_METRONOME_S, _METRONOME_TICKS)
     async with connect(
-        settings.url, model=settings.model, api=settings.api, extra=settings.extra_body, silence_s=_SILENCE_S
+        settings.url, model=settings.model, api=settings.api, extra=settings.extra_body, silence_s=_PATIENCE_S
     ) as client:
         say(f"{client.model}: warming up")
         await client.complete(prompts.draw(settings.prompt_tokens), settings.output_tokens)
