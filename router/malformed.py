@@ -66,8 +66,11 @@ def _catching(parse: Callable[[bytes], Any], kind: Descriptor) -> Callable[[byte
 
 
 def has_too_many_fields(data: bytes, kind: Descriptor) -> bool:
-    """Whether a message of this kind has more than MAX_FIELDS at all its depths. Only as much is looked at; of what is
-    no such message, the parser says so."""
+    """Whether a message of this kind has more than MAX_FIELDS at all its depths. Only as much is looked at.
+
+    A part that breaks off counts up to there, and the others are counted all the same: the parser, which refuses it,
+    makes what stands before it first.
+    """
     num_fields = 0
     parts = [(0, len(data), kind)]
     while parts:
@@ -88,8 +91,8 @@ def has_too_many_fields(data: bytes, kind: Descriptor) -> bool:
                     at += size
                 else:
                     at += {_FIXED64: 8, _FIXED32: 4}.get(tag & 7, 0)
-            except (ValueError, IndexError):  # it is none, or breaks off
-                return False
+            except (ValueError, IndexError):
+                break
     return False
 
 

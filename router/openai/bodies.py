@@ -22,8 +22,12 @@ MALFORMED_MESSAGE = "MALFORMED_MESSAGE"
 MAX_BYTES_AT_ONCE = 4 * MAX_MESSAGE_BYTES
 # As long as for a client that takes nothing of its answer.
 _SILENCE_S = 40.0
-# So much is read in about a millisecond.
-_MAX_BYTES_ON_LOOP = 64 * 1024
+# Of a whole body: so long, and a second more for each of so many bytes that have come. Without it a few clients that
+# send a byte now and then would keep the room of all.
+_RECEIVING_S = 60.0
+_LEAST_BYTES_PER_S = 1024 * 1024
+# So much is read in about a millisecond, and always has room: what most clients send is not kept out by a few giants.
+_MAX_SMALL_BYTES = 64 * 1024
 
 # Far more than any text or list of ids has that a context holds.
 MAX_SIGNS = 4_000_000
@@ -46,13 +50,16 @@ class Bodies:
         if not _is_json(request.headers.get("content-type", "")):
             raise _malformed("the body must be a JSON object, sent with content-type: application/json")
         body = bytearray()
+        num_counted = 0
         try:
             async for piece in _pieces(request):
-                self._take(len(piece))
                 body += piece
+                if len(body) > _MAX_SMALL_BYTES:
+                    self._take(len(body) - num_counted)
+                    num_counted = len(body)
             made = await self._made(body, kind, convert)
         finally:
-            self._num_bytes -= len(body)
+            self._num_bytes -= num_counted
         if isinstance(made, SplitserveError):
             raise made
         return made
@@ -67,7 +74,7 @@ class Bodies:
         self._num_bytes += num_bytes
 
     async def _made(self, body: bytearray, kind: type[_Kind], convert: Callable[[_Kind], _T]) -> _T | SplitserveError:
-        if len(body) <= _MAX_BYTES_ON_LOOP:
+        if len(body) <= _MAX_SMALL_BYTES:
             return _made(body, kind, convert, json.loads)
         return await self._long_work.run(partial(_made, body, kind, convert, _load_with_pauses))
 
@@ -139,18 +146,27 @@ def _shape_error(problem: Mapping[str, Any]) -> InvalidRequest:
 
 
 async def _pieces(request: Request) -> AsyncIterator[bytes]:
-    """As they come, if they come."""
+    """As they come, if they come, and soon enough."""
+    clock = asyncio.get_running_loop().time
+    begun_at, num_bytes = clock(), 0
     pieces = aiter(request.stream())
     while True:
+        silent_at = clock() + _SILENCE_S
+        late_at = begun_at + _RECEIVING_S + num_bytes / _LEAST_BYTES_PER_S
         try:
-            async with asyncio.timeout(_SILENCE_S):
+            async with asyncio.timeout_at(min(silent_at, late_at)):
                 piece = await anext(pieces)
         except StopAsyncIteration:
             return
         except TimeoutError:
-            raise DeadlineExceeded(f"nothing has come of the request's body for {_SILENCE_S:g} s") from None
+            if silent_at <= late_at:
+                raise DeadlineExceeded(f"nothing has come of the request's body for {_SILENCE_S:g} s") from None
+            raise DeadlineExceeded(
+                f"{num_bytes} bytes of the request's body have come in {late_at - begun_at:.3g} s, which is too slow"
+            ) from None
         except ClientDisconnect:
             raise Cancelled("the client left before its request had come") from None
+        num_bytes += len(piece)
         yield piece
 
 

@@ -124,6 +124,7 @@ async def half_sent(edge: Edge, num_bytes: int) -> AsyncIterator[asyncio.StreamR
 async def test_bodies_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """C53: above the limit of all together the next one is refused for a while, and room comes back."""
     monkeypatch.setattr(bodies, "MAX_BYTES_AT_ONCE", 2000)
+    monkeypatch.setattr(bodies, "_MAX_SMALL_BYTES", 150)
     edge = Edge()
 
     async def status(client: httpx.AsyncClient, num_bytes: int = 500) -> int:
@@ -138,11 +139,40 @@ async def test_bodies_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
             refused = await client.post(TEXT_PATH, content=b" " * 500, headers=JSON)
             assert (refused.json()["error"]["code"], refused.headers["retry-after"]) == ("queue_full", "1")
             assert await status(client, 300) == 200
+            async with half_sent(edge, 300):
+                while await status(client, 300) != 429:
+                    pass
+                assert await status(client, 150) == 200, "small ones are kept out by large ones"
         while await status(client) != 200:
             pass
         for _ in range(5):
             assert (await client.post(TEXT_PATH, content=b"{".ljust(1500), headers=JSON)).status_code == 400
         assert await status(client, 2000) == 200, "what was refused keeps its room"
+
+
+@pytest.mark.parametrize(("least_bytes_per_s", "status"), [(1e9, 504), (1, 400)])
+async def test_body_that_trickles_keeps_its_room_without_end(
+    least_bytes_per_s: float, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C53: a byte now and then is no silence. One that comes fast enough may take its time."""
+    monkeypatch.setattr(bodies, "_RECEIVING_S", 0.1)
+    monkeypatch.setattr(bodies, "_LEAST_BYTES_PER_S", least_bytes_per_s)
+    head = f"POST {TEXT_PATH} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    edge = Edge()
+    async with http(edge), asyncio.timeout(20):
+        reader, writer = await asyncio.open_connection("127.0.0.1", edge.port)
+        writer.write(f"{head}content-length: 1000\r\n\r\n".encode() + b" " * 100)
+        answer = asyncio.create_task(reader.readline())
+        for sent in range(100, 1000):
+            if answer.done():
+                break
+            if sent == 120 and status == 400:  # 0.2 s later: all of the rest
+                writer.write(b" " * (1000 - sent))
+                break
+            writer.write(b" ")
+            await asyncio.sleep(0.01)
+        assert (await answer).startswith(f"HTTP/1.1 {status}".encode())
+        writer.close()
 
 
 async def test_body_that_stops_coming_is_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,6 +201,8 @@ async def raw_call(edge: Edge, data: bytes) -> grpc.aio.AioRpcError | None:
     return None
 
 
+# A field that breaks off, and sampling parameters that do.
+@pytest.mark.parametrize("tail", [b"", b"\x0a", b"\x32\x01\x0a"], ids=["whole", "cut off", "broken part"])
 @pytest.mark.parametrize(
     "parts",
     [
@@ -179,10 +211,10 @@ async def raw_call(edge: Edge, data: bytes) -> grpc.aio.AioRpcError | None:
     ],
     ids=["messages", "stop strings"],
 )
-async def test_message_of_millions_of_parts_fills_the_memory(parts: pb.GenerateRequest) -> None:
+async def test_message_of_millions_of_parts_fills_the_memory(parts: pb.GenerateRequest, tail: bytes) -> None:
     """C53, C55: it is refused before it is read, others are served as before, and long ids are one part."""
     async with running(edge_of(ByteTokenizer())) as edge:
-        error = await raw_call(edge, parts.SerializeToString())
+        error = await raw_call(edge, parts.SerializeToString() + tail)
         assert error is not None
         assert (error.code(), from_rpc_error(error).reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE")
         assert "40000 fields" in (error.details() or "")
