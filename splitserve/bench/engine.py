@@ -12,6 +12,7 @@ from typing import Literal
 import psutil
 import torch
 
+from splitserve.bench.progress import Say
 from splitserve.bench.report import Report, make_report
 from splitserve.bench.steps import EngineRow, StepBench
 from splitserve.bench.timing import Stopwatch
@@ -26,8 +27,6 @@ from splitserve.models.locate import locate_model
 from splitserve.models.progress import progress_bar
 from splitserve.service.errors import InvalidRequest
 from splitserve.service.huge_pages import huge_page_nbytes
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)

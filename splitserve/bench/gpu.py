@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from splitserve.bench import tokens
-from splitserve.bench.engine import Say, find_device, load_for
+from splitserve.bench.engine import find_device, load_for
 from splitserve.bench.local_cluster import local_cluster
+from splitserve.bench.progress import Say
 from splitserve.bench.random_model import SMALL, TINY, write_random_model
 from splitserve.bench.report import Report, make_report
 from splitserve.bench.steps import EngineRow, StepBench

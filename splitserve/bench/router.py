@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ import torch
 import uvloop
 
 from splitserve.bench.fake_workers import FakeDecode, FakePrefill
+from splitserve.bench.progress import Say
 from splitserve.bench.report import Report, make_report
 from splitserve.bench.streams import GrpcStreams, SseStreams, Streams
 from splitserve.bench.words import Meter, Words
@@ -34,7 +35,6 @@ from splitserve.models.tokenizer import Tokenizer
 from splitserve.service.errors import Internal
 from splitserve.service.ports import LOOPBACK, claim
 
-Say = Callable[[str], object]
 EDGES = ("grpc", "sse")
 
 _SEQS_PER_WORKER = 256

@@ -13,18 +13,22 @@ from splitserve.engine.transformers_api import AutoModelForCausalLM
 from splitserve.engine.trust import SAFE
 from splitserve.service.errors import InvalidRequest
 
-_WEIGHT_NBYTES = 2
+WEIGHT_NBYTES = 2
 _DTYPE = "bfloat16"
 _EXPERTS = ".experts."
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """`num_active` parameters take part in a token's matmuls: of a mixture of experts those of the experts chosen, and
-    none of an embedding that is only looked up. Attention's own work is two matmuls of `attention_width` a layer."""
+    """Parameters by what a forward does with them. `num_matmul` are in the matmuls of a token, of a mixture of experts
+    those of the experts that are chosen; the `num_head` among them meet only tokens whose logits are wanted. `num_read`
+    are all that a large batch reads: without an embedding that is only looked up. Attention's own work is two matmuls
+    of `attention_width` a layer."""
 
     num_parameters: int
-    num_active: int
+    num_matmul: int
+    num_head: int
+    num_read: int
     num_layers: int
     attention_width: int
     kv_token_nbytes: int
@@ -34,11 +38,7 @@ class ModelSize:
 
     @property
     def weight_nbytes(self) -> int:
-        return self.num_parameters * _WEIGHT_NBYTES
-
-    @property
-    def active_nbytes(self) -> int:
-        return self.num_active * _WEIGHT_NBYTES
+        return self.num_parameters * WEIGHT_NBYTES
 
 
 def model_size(directory: Path, block_size: int) -> ModelSize:
@@ -52,9 +52,14 @@ def model_size(directory: Path, block_size: int) -> ModelSize:
         max_model_len = support.max_positions(config)
     except ValueError as error:
         raise InvalidRequest(str(error), field="model") from error
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    num_read = num_parameters - _num_looked_up(model)
+    head = model.get_output_embeddings()
     return ModelSize(
-        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        num_active=_num_active(model, config),
+        num_parameters=num_parameters,
+        num_matmul=num_read - _num_idle(model, config),
+        num_head=0 if head is None else head.weight.numel(),
+        num_read=num_read,
         num_layers=config.num_hidden_layers,
         attention_width=num_heads * head_dim,
         kv_token_nbytes=layout.token_nbytes,
@@ -64,15 +69,18 @@ def model_size(directory: Path, block_size: int) -> ModelSize:
     )
 
 
-def _num_active(model: Any, config: Any) -> int:
-    """A tied embedding is the head, too, which is a matmul."""
+def _num_looked_up(model: Any) -> int:
+    """Of an embedding that is not the head as well."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    only_looked_up = None if head is None or head.weight is embedding.weight else embedding.weight
+    is_tied = head is None or head.weight is embedding.weight
+    return 0 if is_tied else int(embedding.weight.numel())
+
+
+def _num_idle(model: Any, config: Any) -> int:
+    """Of the experts that a token does not choose."""
     chosen = getattr(config, "num_experts_per_tok", None)
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    share = chosen / experts if chosen and experts else 1.0
-    active = 0.0
-    for name, parameter in model.named_parameters():
-        if parameter is not only_looked_up:
-            active += parameter.numel() * (share if _EXPERTS in name else 1.0)
-    return round(active)
+    if not chosen or not experts:
+        return 0
+    in_experts = sum(parameter.numel() for name, parameter in model.named_parameters() if _EXPERTS in name)
+    return int(in_experts * (1 - chosen / experts))

@@ -4,18 +4,19 @@ A roofline: prefill is bound by matmuls, a decode step by reading weights and KV
 figures; the two shares assumed here are what good engines reach. Pure functions.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 
 from splitserve.plan.gpus import Gpu
-from splitserve.plan.model_size import ModelSize
+from splitserve.plan.model_size import WEIGHT_NBYTES, ModelSize
 from splitserve.service.errors import InvalidRequest
 
 MATMUL_SHARE = 0.5
 BANDWIDTH_SHARE = 0.7
 # A prefill worker that is busy all the time has a queue that never ends.
 MAX_BUSY = 0.8
-_MOST_PREFILL, _MOST_DECODE = 8, 16
+_MOST_WORKERS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,7 @@ def make_plan(size: ModelSize, gpu: Gpu, workload: Workload, memory_share: float
             f"{gpu.name} has room for {num_blocks} blocks beside the weights, a request needs {blocks_per_seq}"
         )
     prompt_s = prefill_s(size, gpu, workload.prompt_tokens)
-    if prompt_s > workload.ttft_s:
+    if prompt_s >= workload.ttft_s:
         raise InvalidRequest(
             f"a prompt of {workload.prompt_tokens} tokens alone takes {1e3 * prompt_s:.0f} ms: no first token comes "
             f"within {1e3 * workload.ttft_s:.0f} ms",
@@ -89,20 +90,27 @@ def make_plan(size: ModelSize, gpu: Gpu, workload: Workload, memory_share: float
     )
 
 
+def workers_for(plan: Plan, requests_per_s: float) -> tuple[int, int]:
+    """Prefill and decode workers that carry so many requests."""
+    return math.ceil(requests_per_s / plan.requests_per_prefill), math.ceil(requests_per_s / plan.requests_per_decode)
+
+
 def prefill_s(size: ModelSize, gpu: Gpu, num_tokens: int) -> float:
-    """Two operations for each active parameter and token; attention's two matmuls over all pairs of a token and one
-    that it sees."""
+    """Two operations for each parameter in a matmul and token, of the head for the last token alone; attention's two
+    matmuls over all pairs of a token and one that it sees."""
     pairs = num_tokens * (num_tokens + 1) / 2
     attention = 4 * size.num_layers * size.attention_width * pairs
-    return (2 * size.num_active * num_tokens + attention) / (gpu.flops * MATMUL_SHARE)
+    linear = 2 * (size.num_matmul - size.num_head) * num_tokens + 2 * size.num_head
+    return (linear + attention) / (gpu.flops * MATMUL_SHARE)
 
 
 def step_s(size: ModelSize, gpu: Gpu, num_seqs: int, context: float) -> float:
-    """Whichever takes longer: reading weights and KV cache, or computing."""
-    read = size.weight_nbytes if size.num_active < size.num_parameters and num_seqs > 1 else size.active_nbytes
-    read_s = (read + num_seqs * context * size.kv_token_nbytes) / (gpu.bandwidth * BANDWIDTH_SHARE)
+    """Whichever takes longer: reading weights and KV cache, or computing. Several sequences choose all experts among
+    them."""
+    weights = WEIGHT_NBYTES * (size.num_read if num_seqs > 1 else size.num_matmul)
+    read_s = (weights + num_seqs * context * size.kv_token_nbytes) / (gpu.bandwidth * BANDWIDTH_SHARE)
     attention = 4 * size.num_layers * size.attention_width * context
-    compute_s = num_seqs * (2 * size.num_active + attention) / (gpu.flops * MATMUL_SHARE)
+    compute_s = num_seqs * (2 * size.num_matmul + attention) / (gpu.flops * MATMUL_SHARE)
     return max(read_s, compute_s)
 
 
@@ -145,8 +153,12 @@ def _busy(prompt_s: float, ttft_s: float) -> float:
 
 def _ratio(per_prefill: float, per_decode: float) -> tuple[int, int]:
     """Small numbers of prefill and decode workers that carry about as many requests; the smallest within a tenth of the
-    best."""
-    choices = [(p, d) for p in range(1, _MOST_PREFILL + 1) for d in range(1, _MOST_DECODE + 1)]
+    best. Beyond one to _MOST_WORKERS it is one to so many as it takes."""
+    if max(per_prefill, per_decode) > _MOST_WORKERS * min(per_prefill, per_decode):
+        prefill, decode = math.ceil(per_decode / per_prefill), math.ceil(per_prefill / per_decode)
+        return prefill, decode
+    counts = range(1, _MOST_WORKERS + 1)
+    choices = list(itertools.product(counts, counts))
 
     def mismatch(choice: tuple[int, int]) -> float:
         return abs(math.log(choice[0] * per_prefill / (choice[1] * per_decode)))

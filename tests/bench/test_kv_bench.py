@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 from kvtransfer.endpoint import KVEndpoint
 from splitserve.bench.kv import control, measure, sink, ways
 from splitserve.bench.kv.agents import AgentReceiver, AgentSender
-from splitserve.bench.kv.measure import KVRow, KVSettings, Sample, Way, run_kv_bench
+from splitserve.bench.kv.measure import KVBenchSettings, KVRow, Sample, Way, run_kv_bench
 from splitserve.bench.kv.pool import BenchPool
 from splitserve.bench.kv.sink import SinkProcess
 from splitserve.bench.kv.sockets import SocketReceiver, SocketSender, tcp_pair, unix_pair
@@ -92,7 +93,7 @@ def _sink_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(**changes: object) -> list[KVRow]:
     settings = {"blocks": [3], "block_bytes": BLOCK_NBYTES, "rounds": 1, "transports": ["ipc", "tcp"]}
-    return run_kv_bench(KVSettings(**(settings | changes)), lambda text: None)[1]  # type: ignore[arg-type]
+    return run_kv_bench(KVBenchSettings(**(settings | changes)), lambda text: None)[1]  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("_sink_is_near")
@@ -297,5 +298,6 @@ def test_sink_that_fails_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_impossible_is_measured(flags: list[str], word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sink, "log_to_nowhere", lambda role: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its own
     with pytest.raises(InvalidRequest, match=word):
         make_app()(["bench", "kv", *flags])

@@ -8,7 +8,7 @@ import math
 import mmap
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 
@@ -23,11 +23,10 @@ from splitserve.bench.kv.sink import SinkProcess, sink_process
 from splitserve.bench.kv.sockets import SocketSender
 from splitserve.bench.kv.ways import Sender
 from splitserve.bench.kv.zmq_sockets import ZmqSender
+from splitserve.bench.progress import Say
 from splitserve.bench.report import Report, make_report
 from splitserve.service.errors import Internal
 from splitserve.worker.kv import TRANSPORTS
-
-Say = Callable[[str], object]
 
 DEFAULT_BLOCK_BYTES = 16 * 23_040
 "A block of the default model: 16 tokens in bfloat16."
@@ -42,7 +41,7 @@ _GB = 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVSettings:
+class KVBenchSettings:
     """As the command line has them; `transports` of PATHS."""
 
     blocks: Sequence[int]
@@ -108,7 +107,7 @@ class Memcpy:
         """Its memory goes with it."""
 
 
-def run_kv_bench(settings: KVSettings, say: Say) -> tuple[Report, list[KVRow]]:
+def run_kv_bench(settings: KVBenchSettings, say: Say) -> tuple[Report, list[KVRow]]:
     """Raises Internal where bytes do not arrive, or arrive changed, and InvalidRequest or Unavailable for what cannot
     be measured here."""
     num_blocks = max(settings.blocks)

@@ -8,19 +8,20 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from splitserve.bench.load.gaps import Spread, gaps_of, spread
 from splitserve.bench.load.openai_client import Answer, Api, OpenAIClient, connect
 from splitserve.bench.load.prompts import Prompts
+from splitserve.bench.progress import Say
 from splitserve.service.errors import SplitserveError
-
-Say = Callable[[str], object]
 
 # Of the gaps in an answer so many may miss the goal: a single one that nobody notices does not make it a bad answer.
 MISSES_ALLOWED = 0.01
+# Whoever waits longer for a word of the server has no answer.
+SILENCE_S = 600.0
 # A rate is carried when so many of its requests are good.
 CARRIED = 0.9
 _FEWEST_TOKENS = 2
@@ -56,7 +57,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Seen:
-    """What came of one rate: answers, why others failed, and the time from the first arrival to the last token."""
+    """What came of one rate: answers, why others failed, and the time from the beginning to the last token."""
 
     rate: float
     answers: Sequence[Answer]
@@ -100,7 +101,9 @@ def plan(settings: ArrivalSettings, rate: float) -> Iterator[Request]:
 
 async def measure_arrivals(settings: ArrivalSettings, prompts: Prompts, say: Say) -> list[RateRow]:
     """Raises Unavailable when the server does not answer at all; requests that fail are counted."""
-    async with connect(settings.url, model=settings.model, api=settings.api, extra=settings.extra_body) as client:
+    async with connect(
+        settings.url, model=settings.model, api=settings.api, extra=settings.extra_body, silence_s=SILENCE_S
+    ) as client:
         say(f"{client.model}: warming up")
         await client.complete(prompts.draw(settings.prompt_tokens), settings.output_tokens)
         rows = []
@@ -158,15 +161,15 @@ def rate_row(seen: Seen, settings: ArrivalSettings) -> RateRow:
 
 
 def is_good(answer: Answer, ttft_goal_s: float, itl_goal_s: float) -> bool:
-    """Its first token came in time, and of its gaps no more than MISSES_ALLOWED are too long."""
+    """Its first token came in time, and of its gaps no more than MISSES_ALLOWED are too long; one may be."""
     gaps = list(gaps_of(answer.arrivals))
     missed = sum(gap.seconds > itl_goal_s for gap in gaps)
-    return answer.ttft_s <= ttft_goal_s and missed <= MISSES_ALLOWED * len(gaps)
+    return answer.ttft_s <= ttft_goal_s and missed <= max(1.0, MISSES_ALLOWED * len(gaps))
 
 
 def best_rate(rows: Sequence[RateRow]) -> RateRow | None:
     """The highest rate that is carried, below which all are, too; None where not even the lowest is."""
-    ordered = sorted(rows, key=lambda row: row.rate)
+    ordered = sorted((row for row in rows if row.requests), key=lambda row: row.rate)
     carried = list(itertools.takewhile(lambda row: row.good_share >= CARRIED, ordered))
     return carried[-1] if carried else None
 

@@ -7,7 +7,7 @@ other, until enough gaps between tokens have been seen; the streams' gaps then a
 import asyncio
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,9 +16,8 @@ from splitserve.bench.load.gaps import Gap, Spread, Window, gaps_of, spread, sta
 from splitserve.bench.load.metronome import client_jitter
 from splitserve.bench.load.openai_client import Answer, Api, OpenAIClient, connect
 from splitserve.bench.load.prompts import Prompts
+from splitserve.bench.progress import Say
 from splitserve.service.errors import Internal, SplitserveError, Unavailable
-
-Say = Callable[[str], object]
 
 # A stream's first gaps still belong to its prompt.
 _WARM_UP_TOKENS = 10
@@ -185,7 +184,7 @@ class _Run:
 
     def __init__(self, client: OpenAIClient, prompts: Prompts, settings: BurstSettings, say: Say) -> None:
         self._client = client
-        self._prompts = prompts
+        self._stream_prompts, self._burst_prompts = prompts.fork("streams"), prompts.fork("bursts")
         self._settings = settings
         self._say = say
         self._began = time.perf_counter()
@@ -199,9 +198,10 @@ class _Run:
             async with asyncio.TaskGroup() as tasks:
                 streams = [tasks.create_task(self._keep_running()) for _ in range(settings.streams)]
                 await self._until_more(_WARM_UP_TOKENS * settings.streams)
+                prompts = await self._draw_burst()
                 self._say(f"{settings.streams} running, quiet")
                 quiet = await self._until_more(settings.quiet_gaps + settings.streams)
-                bursts = await self._all_bursts()
+                bursts = await self._all_bursts(prompts)
                 control = await self._control() if settings.control_cores else None
                 for stream in streams:
                     stream.cancel()
@@ -213,7 +213,7 @@ class _Run:
             bursts=bursts,
             control=control,
             jitter=jitter,
-            tokens_per_piece=_tokens_per_piece(self._burst_answers),
+            tokens_per_piece=_tokens_per_piece([a for a in self._answers if a.is_complete] or self._burst_answers),
         )
 
     async def _keep_running(self) -> None:
@@ -227,7 +227,7 @@ class _Run:
                     self._answers.append(answer)
                 self._num_pieces += 1
 
-            prompt = self._prompts.draw(_STREAM_PROMPT_TOKENS)
+            prompt = self._stream_prompts.draw(_STREAM_PROMPT_TOKENS)
             await self._client.complete(prompt, self._settings.stream_tokens, note)
 
     async def _until_more(self, num_pieces: int) -> Window:
@@ -246,24 +246,29 @@ class _Run:
     def _window(self, start: float) -> Window:
         return Window(start - self._began, time.perf_counter() - self._began)
 
-    async def _all_bursts(self) -> list[Burst]:
+    async def _draw_burst(self) -> list[str]:
+        """On a thread, and never within a window: what this client does then would count as the server's stall."""
+        settings = self._settings
+        draw = self._burst_prompts.draw
+        return await asyncio.to_thread(lambda: [draw(settings.prompt_tokens) for _ in range(settings.burst)])
+
+    async def _all_bursts(self, prompts: list[str]) -> list[Burst]:
         bursts: list[Burst] = []
         num_gaps = 0
         while num_gaps < self._settings.burst_gaps:
             if len(bursts) == _MAX_BURSTS:
                 raise Internal(f"{_MAX_BURSTS} bursts, and only {num_gaps} gaps: the bursts are too short to see any")
             before = self._num_pieces
-            bursts.append(await self._one_burst())
+            bursts.append(await self._one_burst(prompts))
             num_gaps += self._num_pieces - before
             self._say(f"burst {len(bursts)}: {num_gaps} of {self._settings.burst_gaps} gaps")
+            prompts = await self._draw_burst()
             await self._until_more(_PAUSE_TOKENS * self._settings.streams)
         return bursts
 
-    async def _one_burst(self) -> Burst:
-        settings = self._settings
-        prompts = [self._prompts.draw(settings.prompt_tokens) for _ in range(settings.burst)]
+    async def _one_burst(self, prompts: list[str]) -> Burst:
         start = time.perf_counter()
-        asked = (self._client.complete(prompt, settings.output_tokens) for prompt in prompts)
+        asked = (self._client.complete(prompt, self._settings.output_tokens) for prompt in prompts)
         answers = await asyncio.gather(*asked)
         window = self._window(start)
         self._burst_answers += answers
@@ -277,7 +282,8 @@ class _Run:
     async def _control(self) -> Window:
         cores = self._settings.control_cores
         self._say(f"control: a matmul loop on core {', '.join(map(str, cores))}")
-        with matmul_loop(cores):
+        async with matmul_loop(cores):
+            await self._until_more(_PAUSE_TOKENS * self._settings.streams)
             return await self._until_more(self._settings.burst_gaps + self._settings.streams)
 
 

@@ -4,11 +4,11 @@
 """
 
 import argparse
+import asyncio
 import os
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 
 import httpx
 import psutil
@@ -17,22 +17,28 @@ from splitserve.service.errors import Internal, InvalidRequest
 
 # The default model's widest linear layer, and the prompt tokens that one step of it computes.
 _ROWS, _IN, _OUT = 512, 576, 3072
-_BEGUN = "running"
+_BEGUN = b"running"
+_START_S = 60.0
 
 
-@contextmanager
-def matmul_loop(cores: Sequence[int]) -> Iterator[None]:
+@asynccontextmanager
+async def matmul_loop(cores: Sequence[int]) -> AsyncIterator[None]:
     """Computing on all of `cores` from entry to exit. Raises Internal where it does not start."""
     command = [sys.executable, "-P", "-m", "splitserve.bench.load.control", *map(str, cores)]
-    loop = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)  # noqa: S603
+    null, pipe = asyncio.subprocess.DEVNULL, asyncio.subprocess.PIPE
+    loop = await asyncio.create_subprocess_exec(*command, stdin=null, stdout=pipe)
     try:
         assert loop.stdout is not None
-        if loop.stdout.readline().strip() != _BEGUN:
-            raise Internal(f"the matmul loop ended with status {loop.wait()} before it began")
+        said = b""
+        with suppress(TimeoutError):
+            said = await asyncio.wait_for(loop.stdout.readline(), _START_S)
+        if said.strip() != _BEGUN:
+            raise Internal("the matmul loop ended, or took too long, before it began")
         yield
     finally:
-        loop.kill()
-        loop.wait()
+        with suppress(ProcessLookupError):
+            loop.kill()
+        await loop.wait()
 
 
 def prefill_cores(url: str) -> tuple[int, ...]:
@@ -66,7 +72,7 @@ def _run(cores: Sequence[int]) -> None:
     torch.set_num_threads(len(cores))
     rows = torch.randn(_ROWS, _IN).bfloat16()
     weight = torch.randn(_OUT, _IN).bfloat16()
-    print(_BEGUN, flush=True)  # noqa: T201  # for the benchmark
+    print(_BEGUN.decode(), flush=True)  # noqa: T201  # for the benchmark
     with torch.inference_mode():
         while True:
             torch.nn.functional.linear(rows, weight)

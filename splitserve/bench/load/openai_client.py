@@ -24,14 +24,15 @@ _DATA = b"data:"
 class Answer:
     """One answer as it came; times are those of `time.perf_counter`.
 
-    `arrivals` has one time for each piece with text. `num_tokens` and `num_prompt_tokens` are the server's own counts,
-    None where it tells none.
+    `arrivals` has one time for each piece with text; `is_complete` once the server has said that it was all.
+    `num_tokens` and `num_prompt_tokens` are the server's own counts, None where it tells none.
     """
 
     sent: float
     arrivals: list[float] = field(default_factory=list)
     num_tokens: int | None = None
     num_prompt_tokens: int | None = None
+    is_complete: bool = False
 
     @property
     def ttft_s(self) -> float:
@@ -80,6 +81,8 @@ class OpenAIClient:
                 await _read(response, answer, on_piece)
         except httpx.HTTPError as error:
             raise Unavailable(f"{self._http.base_url}{path}: {type(error).__name__} {error}") from error
+        if not answer.is_complete:
+            raise Unavailable(f"{self._http.base_url}{path}: the stream ended before the answer did")
         if not answer.arrivals:
             raise Unavailable(f"{self._http.base_url}{path} answered without any text")
         return answer
@@ -124,9 +127,11 @@ async def _read(response: httpx.Response, answer: Answer, on_piece: Callable[[An
         now = time.perf_counter()
         *lines, held = (held + data).split(b"\n")
         for line in lines:
-            if not line.startswith(_DATA) or (text := line[len(_DATA) :].strip()) == b"[DONE]":
+            if not line.startswith(_DATA):
                 continue
-            if _take(text, answer):
+            if (text := line[len(_DATA) :].strip()) == b"[DONE]":
+                answer.is_complete = True
+            elif _take(text, answer):
                 answer.arrivals.append(now)
                 if on_piece is not None:
                     on_piece(answer)
@@ -138,11 +143,13 @@ def _take(text: bytes, answer: Answer) -> bool:
         event = json.loads(text)
     except ValueError as error:
         raise Unavailable(f"an event is no JSON: {text[:200]!r}") from error
+    if not isinstance(event, dict):
+        raise Unavailable(f"an event is no object: {text[:200]!r}")
     if error_body := event.get("error"):
         raise Unavailable(f"the stream broke: {error_body}")
     if usage := event.get("usage"):
         answer.num_tokens = usage.get("completion_tokens")
         answer.num_prompt_tokens = usage.get("prompt_tokens")
-    return any(
-        choice.get("text") or (choice.get("delta") or {}).get("content") for choice in event.get("choices") or ()
-    )
+    choices = event.get("choices") or ()
+    answer.is_complete |= any(choice.get("finish_reason") for choice in choices)
+    return any(choice.get("text") or (choice.get("delta") or {}).get("content") for choice in choices)

@@ -91,8 +91,7 @@ def _ours(*flags: str) -> Callable[[Site], Setup]:
 
 def _vllm_process(site: Site, name: str, port: int, cores: Sequence[int], *flags: str, **environ: str) -> Process:
     env = site.environment("vllm")
-    [openmp] = env.folder.glob("lib/libiomp5.so")
-    preload = [str(path) for path in (_TCMALLOC, openmp) if path.is_file()]
+    preload = [str(path) for path in (_TCMALLOC, env.folder / "lib" / "libiomp5.so") if path.is_file()]
     return Process(
         name=name,
         command=[

@@ -67,7 +67,10 @@ def build(env: Environment) -> None:
     shutil.rmtree(env.folder, ignore_errors=True)
     env.folder.mkdir(parents=True)
     try:
-        BUILDERS[env.name](env)
+        try:
+            BUILDERS[env.name](env)
+        except (OSError, ValueError, tarfile.TarError) as error:  # what was installed is not what was expected
+            raise Unavailable(f"{type(error).__name__}: {error}") from error
     except Unavailable as error:
         (env.folder / _REASON).write_text(error.message + "\n", encoding="utf-8")
         raise

@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,11 @@ from splitserve.bench.load.openai_client import Answer, OpenAIClient, connect
 from splitserve.bench.load.prompts import Prompts
 from splitserve.bench.peers.catalog import PEERS, Peer, Setup, Site
 from splitserve.bench.peers.servers import running
+from splitserve.bench.progress import Say
 from splitserve.models.locate import locate_model
 from splitserve.models.tokenizer import Tokenizer
-from splitserve.service.errors import InvalidRequest, SplitserveError
+from splitserve.service.errors import InvalidRequest, SplitserveError, Unavailable
 from splitserve.service.ports import claim
-
-Say = Callable[[str], object]
 
 SEQUENTIAL = {
     "generate": ("transformers.generate, one after the other", "cache"),
@@ -85,7 +84,7 @@ def run_peers(settings: PeerSettings, say: Say, on_row: Callable[[Sequence[PeerR
     for name in settings.names:
         say(f"-- {name}")
         if name in SEQUENTIAL:
-            rows.append(_sequential(name, site))
+            rows.append(_sequential(name, site, settings))
         else:
             rows.append(_peer(peers[name], site, settings, Prompts(tokenizer, settings.seed), say))
         if (why := rows[-1].skipped) is not None:
@@ -96,23 +95,27 @@ def run_peers(settings: PeerSettings, say: Say, on_row: Callable[[Sequence[PeerR
 
 def chosen(names: str) -> list[str]:
     """Raises InvalidRequest for a name that is none."""
-    wanted = list(NAMES) if names == "all" else names.split(",")
+    wanted = list(NAMES if names == "all" else dict.fromkeys(names.split(",")))
     if unknown := [name for name in wanted if name not in NAMES]:
         raise InvalidRequest(f"--peers {unknown[0]}: there are {', '.join(NAMES)}", field="peers")
     return wanted
 
 
 def _peer(peer: Peer, site: Site, settings: PeerSettings, prompts: Prompts, say: Say) -> PeerRow:
+    """What could be measured stays, whatever fails after it."""
+    row = PeerRow(peer.name, peer.title)
+    logs = site.root / "logs" / peer.name
     try:
         setup = peer.set_up(site)
-        logs = site.root / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         with running(setup.processes, logs, _READY_S) as start_s:
+            row = replace(row, start_s=start_s)
             b1, b8 = asyncio.run(_rates(setup, settings, prompts))
+            row = replace(row, b1_tokens_per_s=b1, b8_tokens_per_s=b8)
             burst = summarize(asyncio.run(measure_burst(_burst_settings(setup, settings), prompts, say)))
     except SplitserveError as error:
-        return PeerRow(peer.name, peer.title, skipped=error.message)
-    return PeerRow(peer.name, peer.title, None, start_s, b1, b8, burst.ttft_median_s, burst.ttft_max_s, burst)
+        return replace(row, skipped=error.message)
+    return replace(row, burst=burst, ttft_median_s=burst.ttft_median_s, ttft_max_s=burst.ttft_max_s)
 
 
 def _burst_settings(setup: Setup, settings: PeerSettings) -> BurstSettings:
@@ -147,21 +150,28 @@ async def _streams(client: OpenAIClient, prompts: Prompts, count: int, num_token
 
 
 def rate(answers: Sequence[Answer]) -> float:
-    """Tokens per second of all together, each one's first not counted: it is the prompt's."""
+    """Tokens per second of all together, each one's first not counted: it is the prompt's.
+
+    Raises Unavailable where all came at once.
+    """
     tokens = sum(answer.counted_tokens - 1 for answer in answers)
-    return tokens / (max(answer.arrivals[-1] for answer in answers) - min(answer.arrivals[0] for answer in answers))
+    seconds = max(answer.arrivals[-1] for answer in answers) - min(answer.arrivals[0] for answer in answers)
+    if seconds <= 0:
+        raise Unavailable("the whole answer came in one piece: it has no rate")
+    return tokens / seconds
 
 
-def _sequential(name: str, site: Site) -> PeerRow:
+def _sequential(name: str, site: Site, settings: PeerSettings) -> PeerRow:
     title, cache = SEQUENTIAL[name]
+    work = (settings.rate_tokens, settings.prompt_tokens, settings.output_tokens, settings.burst)
     command = [sys.executable, "-P", "-m", "splitserve.bench.peers.sequential", str(site.model), cache]
-    cores = ",".join(map(str, site.cores))
+    command += [",".join(map(str, site.cores)), *map(str, work)]
     try:
         done = subprocess.run(  # noqa: S603
-            [*command, cores], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SEQUENTIAL_S
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SEQUENTIAL_S
         )
     except subprocess.TimeoutExpired:
         return PeerRow(name, title, skipped=f"it took longer than {_SEQUENTIAL_S:g} s")
     if done.returncode != 0:
         return PeerRow(name, title, skipped=(done.stderr.strip().splitlines() or ["it said nothing"])[-1])
-    return PeerRow(name, title, **json.loads(done.stdout))
+    return PeerRow(name, title, **json.loads(done.stdout.splitlines()[-1]))

@@ -1,6 +1,6 @@
 """transformers' own `generate`, one request after the other: what one has without a serving engine.
 
-`python -P -m splitserve.bench.peers.sequential MODEL CACHE CORES` prints one line of JSON.
+`python -P -m splitserve.bench.peers.sequential MODEL CACHE CORES ...` prints one line of JSON.
 """
 
 import argparse
@@ -13,11 +13,12 @@ from typing import Any
 
 from splitserve.service.config import parse_cores
 
-_SHORT_PROMPT, _LONG_PROMPT = 24, 1500
-_OUTPUT, _BURST, _BURST_OUTPUT = 64, 8, 16
+_SHORT_PROMPT = 24
 
 
-def measure(model_directory: str, *, uses_cache: bool) -> Iterator[tuple[str, float]]:
+def measure(
+    model_directory: str, *, uses_cache: bool, rate_tokens: int, prompt_tokens: int, output_tokens: int, burst: int
+) -> Iterator[tuple[str, float]]:
     """Tokens per second of one stream, and how long the prompts of a burst wait for their first token, each behind the
     whole answer of the one before."""
     import torch
@@ -44,11 +45,11 @@ def measure(model_directory: str, *, uses_cache: bool) -> Iterator[tuple[str, fl
 
     generate(_SHORT_PROMPT, 2)
     first_s = min(generate(_SHORT_PROMPT, 1) for _ in range(3))
-    yield "b1_tokens_per_s", (_OUTPUT - 1) / (generate(_SHORT_PROMPT, _OUTPUT) - first_s)
+    yield "b1_tokens_per_s", (rate_tokens - 1) / (generate(_SHORT_PROMPT, rate_tokens) - first_s)
     # Every answer of a burst takes as long; no need to wait for all of them.
-    prompt_s = generate(_LONG_PROMPT, 1)
-    answer_s = generate(_LONG_PROMPT, _BURST_OUTPUT)
-    waits = [number * answer_s + prompt_s for number in range(_BURST)]
+    prompt_s = generate(prompt_tokens, 1)
+    answer_s = generate(prompt_tokens, output_tokens)
+    waits = [number * answer_s + prompt_s for number in range(burst)]
     yield "ttft_median_s", statistics.median(waits)
     yield "ttft_max_s", max(waits)
 
@@ -58,6 +59,9 @@ if __name__ == "__main__":
     parser.add_argument("model")
     parser.add_argument("cache", choices=("cache", "no-cache"))
     parser.add_argument("cores", type=parse_cores)
-    arguments = parser.parse_args()
-    os.sched_setaffinity(0, arguments.cores)
-    print(json.dumps(dict(measure(arguments.model, uses_cache=arguments.cache == "cache"))))  # noqa: T201
+    for name in ("rate_tokens", "prompt_tokens", "output_tokens", "burst"):
+        parser.add_argument(name, type=int)
+    arguments = vars(parser.parse_args())
+    os.sched_setaffinity(0, arguments.pop("cores"))
+    found = measure(arguments.pop("model"), uses_cache=arguments.pop("cache") == "cache", **arguments)
+    print(json.dumps(dict(found)))  # noqa: T201

@@ -47,16 +47,19 @@ def running(processes: Sequence[Process], logs: Path, ready_s: float) -> Iterato
 @contextmanager
 def _started(process: Process, logs: Path) -> Iterator["subprocess.Popen[bytes]"]:
     with _log(process, logs).open("wb") as log:
-        child = subprocess.Popen(  # noqa: S603
-            process.command,
-            env=os.environ | dict(process.environment),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            # Before it starts a thread: each inherits what its maker has.
-            preexec_fn=lambda: os.sched_setaffinity(0, process.cores),
-        )
+        try:
+            child = subprocess.Popen(  # noqa: S603
+                process.command,
+                env=os.environ | dict(process.environment),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                # Before it starts a thread: each inherits what its maker has.
+                preexec_fn=lambda: os.sched_setaffinity(0, process.cores),
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            raise Unavailable(f"{process.name} cannot be started: {error}") from error
     try:
         yield child
     finally:

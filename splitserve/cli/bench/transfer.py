@@ -48,17 +48,17 @@ def kv(
     """
     require_serving()
     require_writable(output)
-    from splitserve.bench.kv.measure import DEFAULT_BLOCK_BYTES, PATHS, KVSettings, run_kv_bench
+    from splitserve.bench.kv.measure import DEFAULT_BLOCK_BYTES, PATHS, KVBenchSettings, run_kv_bench
     from splitserve.bench.kv.sink import log_to_nowhere
     from splitserve.bench.kv.tables import kv_table
     from splitserve.bench.tables import machine_line
 
-    paths = transports.split(",")
+    paths = list(dict.fromkeys(transports.split(",")))
     if unknown := set(paths) - set(PATHS):
         raise InvalidRequest(
             f"--transports {', '.join(sorted(unknown))}: there are {', '.join(PATHS)}", field="transports"
         )
-    settings = KVSettings(
+    settings = KVBenchSettings(
         blocks=_counts(blocks or (_QUICK_BLOCKS if quick else _BLOCKS)),
         block_bytes=block_bytes or DEFAULT_BLOCK_BYTES,
         rounds=rounds or (_QUICK_ROUNDS if quick else _ROUNDS),

@@ -16,7 +16,7 @@ from splitserve.bench.load.arrivals import ArrivalSettings, Seen, best_rate, is_
 from splitserve.bench.load.openai_client import Answer
 from splitserve.bench.load.tables import rate_tables
 from tests.bench.load.scripted import scripted
-from tests.bench.load.test_openai_client import event, text_event
+from tests.bench.load.test_openai_client import DONE, event, text_event
 
 SETTINGS = ArrivalSettings(
     url="",
@@ -72,7 +72,9 @@ def test_lengths_leave_their_range_or_fill_only_a_part_of_it() -> None:
         (1.01, [0.01] * 50, False),
         (0.1, [0.01] * 99 + [5.0], True),
         (0.1, [0.01] * 98 + [5.0] * 2, False),
-        (0.1, [0.01] * 98 + [5.0], False),
+        (0.1, [0.01] * 197 + [5.0] * 2, False),
+        (0.1, [0.01] * 198 + [5.0] * 2, True),
+        (0.1, [0.01] * 5 + [5.0], True),
         (0.1, [], True),
     ],
 )
@@ -81,7 +83,7 @@ def test_answer_too_late_counts_as_good(ttft_s: float, gaps_s: list[float], good
 
 
 def test_figures_of_a_rate_are_not_those_of_its_answers() -> None:
-    answers = [answer(0.5, [0.05] * 9), answer(3.0, [0.05] * 9), answer(0.25, [0.05] * 4 + [0.45])]
+    answers = [answer(0.5, [0.05] * 9), answer(3.0, [0.05] * 9), answer(0.25, [0.05] * 3 + [0.45] * 2)]
     row = rate_row(Seen(2.0, answers, ["refused"], 10.0, 0.004), SETTINGS)
     assert (row.requests, row.failed, row.good) == (4, 1, 1)
     assert (row.requests_per_s, row.good_per_s, row.good_share) == pytest.approx((0.3, 0.1, 0.25))
@@ -119,7 +121,7 @@ async def test_small_run_loses_requests_or_its_report(tmp_path: Path) -> None:
             return [event(error={"message": "no room"})]
         bodies.append(body)
         usage = event(choices=[], usage={"completion_tokens": body["max_tokens"], "prompt_tokens": 30})
-        return [*[text_event("x ")] * body["max_tokens"], usage]
+        return [*[text_event("x ")] * body["max_tokens"], usage, DONE]
 
     bodies: list[dict[str, Any]] = []
     report, plot = tmp_path / "serve.json", tmp_path / "serve.png"

@@ -138,7 +138,7 @@ async def test_small_run_leaves_no_table_json_or_picture(tmp_path: Path) -> None
     shown = re.search(r"^quiet +(\d+)", done.stdout, re.M)
     assert shown is not None
     assert int(shown[1]) == body["quiet"]["count"] >= 60
-    assert sum(row["kind"] == "burst" for row in body["rows"]) >= 2
+    assert sum(row["kind"] == "burst" for row in body["rows"]) >= 1
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 

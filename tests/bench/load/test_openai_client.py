@@ -9,6 +9,7 @@ from splitserve.bench.load.openai_client import Answer, Api, connect
 from splitserve.service.errors import Unavailable
 from tests.bench.load.scripted import scripted
 
+DONE = b"data: [DONE]\n\n"
 USAGE = {"completion_tokens": 7, "prompt_tokens": 5}
 
 
@@ -52,7 +53,7 @@ async def test_request_lacks_what_was_asked_for(api: Api) -> None:
 
     def reply(body: dict[str, Any]) -> list[bytes]:
         bodies.append(body)
-        return [text_event("x")]
+        return [text_event("x"), DONE]
 
     async with scripted(reply) as url, connect(f"{url}/v1/", api=api, extra={"ignore_eos": True, "top_k": 1}) as client:
         assert client.model == "first"
@@ -72,9 +73,11 @@ async def test_request_lacks_what_was_asked_for(api: Api) -> None:
         ([b"no such thing"], 400, "400.*no such thing"),
         ([text_event("a"), event(error={"message": "lost"})], 200, "lost"),
         ([b"data: {\n\n"], 200, "no JSON"),
-        ([b"data: [DONE]\n\n"], 200, "without any text"),
+        ([DONE], 200, "without any text"),
+        ([text_event("a"), text_event("b")], 200, "ended before"),
+        ([b"data: [1]\n\n"], 200, "no object"),
     ],
-    ids=["status", "in-band", "garbage", "empty"],
+    ids=["status", "in-band", "garbage", "empty", "cut off", "list"],
 )
 async def test_failure_is_taken_for_an_answer(pieces: list[bytes], status: int, told: str) -> None:
     async with scripted(lambda _: pieces, status=status) as url, connect(url) as client:

@@ -22,6 +22,7 @@ from splitserve.bench.peers.tables import peer_tables
 from splitserve.service.errors import InvalidRequest, Unavailable
 from splitserve.service.http_server import serve_http
 from splitserve.service.ports import LOOPBACK, claim
+from tests import tiny_models
 from tests.bench.load.scripted import scripted
 from tests.bench.load.test_openai_client import event, text_event
 
@@ -153,6 +154,17 @@ def test_environment_that_failed_is_taken_for_complete(tmp_path: Path, monkeypat
     env.require()
     build(env)  # a third builder call would be one too many
     assert next(outcomes, "none left") == "none left"
+
+
+def test_sequential_baseline_measures_another_work(tmp_path: Path) -> None:
+    model = tiny_models.build("llama", tmp_path / "model")
+    row = run._sequential("generate-no-cache", Site(tmp_path, model, CORES, lambda: 0), settings(tmp_path, []))
+    assert row.skipped is None
+    assert (row.b1_tokens_per_s or 0) > 0
+    # The second of two prompts waits for the whole answer of the first.
+    assert 0 < (row.ttft_median_s or 0) < (row.ttft_max_s or 0)
+    nowhere = Site(tmp_path, tmp_path / "nowhere", CORES, lambda: 0)
+    assert "nowhere" in (run._sequential("generate", nowhere, settings(tmp_path, [])).skipped or "")
 
 
 async def test_proxy_sends_all_to_one_server_or_loses_the_parameters_of_a_transfer() -> None:
