@@ -18,7 +18,7 @@ import torch
 
 from decode_worker.hand_off import first_tokens, split
 from decode_worker.holding import HoldingEngine
-from decode_worker.scheduler import StepPlan, admit, num_growing, plan_step
+from decode_worker.scheduler import StepPlan, admit, num_growing, plan_step, prompt_budget
 from decode_worker.state import LocalPrompt, Phase, Reservation, Sequence
 from kvtransfer import events
 from splitserve.engine.batch import Segment
@@ -214,8 +214,9 @@ class DecodeEngine(HoldingEngine):
 
     def step(self) -> StepSize | None:
         batch = self._carry_out(self._plan())
-        # However many decode, a prompt gets on.
-        chunks = self._plan_chunks(self._local, max(self._context.config.max_num_batched_tokens - len(batch), 1))
+        max_num_tokens = self._context.config.max_num_batched_tokens
+        budget = prompt_budget(len(batch), max_num_batched_tokens=max_num_tokens, block_size=self._layout.block_size)
+        chunks = self._plan_chunks(self._local, budget)
         if not batch and not chunks:
             return None
         rows = [Segment([s.token_ids[-1]], len(s.token_ids) - 1, s.blocks, wants_logits=True) for s in batch]

@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from splitserve.service.reasons import Reason
 from splitserve.worker.admission import Refusal, Room, decode_blocks, lacks_blocks, never_fits
 
+# Of prompts that are computed here, in every step: the oldest long one is sure of one, a short one has the other.
+_LEAST_BLOCKS_OF_PROMPTS = 2
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceView:
@@ -117,6 +120,17 @@ def plan_step(
             plan.grow.append(sequence.key)
             plan.run.append(sequence.key)
     return plan
+
+
+def prompt_budget(num_decoding: int, *, max_num_batched_tokens: int, block_size: int) -> int:
+    """How many tokens of prompts the next step computes at most: what the decoding sequences leave of it, and however
+    little that is, two blocks or half of the step, whichever is less.
+
+    So a step may be that much too large. Else a prompt of thousands of tokens would take as many steps, and the short
+    ones behind it would wait for all of them.
+    """
+    least = min(_LEAST_BLOCKS_OF_PROMPTS * block_size, max(max_num_batched_tokens // 2, 1))
+    return max(max_num_batched_tokens - num_decoding, least)
 
 
 def _needs_block(sequence: SequenceView, block_size: int) -> bool:

@@ -115,12 +115,18 @@ def test_short_prompt_waits_for_a_long_one(make_pair: MakePair) -> None:
     assert pair.decode.engine.load().num_running == 1
 
 
-def test_more_sequences_than_a_step_has_tokens_starve_a_prompt(make_pair: MakePair, tiny: Tiny) -> None:
+def test_more_sequences_than_a_step_has_tokens_starve_a_prompt(
+    make_pair: MakePair, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C47: it has half of each step all the same, and short ones a part of that."""
     pair = make_pair(max_num_batched_tokens=4)
     running = [begin(pair, prompt_of(8, seed), max_tokens=ENDLESS) for seed in range(6)]
     pair.until(lambda: all(len(pair.tokens(attempt)) >= 2 for attempt in running))
-    prompt = prompt_of(20, 9)
-    assert finish(pair, begin(pair, prompt, max_tokens=3)) == greedy(tiny("llama"), prompt, 3)
+    prompts, steps = [prompt_of(20, 9), prompt_of(1, 10)], steps_of(pair.decode, monkeypatch)
+    long, short = (begin(pair, prompt, max_tokens=3) for prompt in prompts)
+    assert finish(pair, short) == greedy(tiny("llama"), prompts[1], 3)
+    assert finish(pair, long) == greedy(tiny("llama"), prompts[0], 3)
+    assert [lengths[6:] for lengths in steps if len(lengths) > 6][:2] == [[1, 1], [1, 2]]
 
 
 @pytest.mark.parametrize("length", [1, B - 1, B, 3 * B + 5])

@@ -277,6 +277,33 @@ def test_chunk_ends_within_a_block_although_another_can_use_the_tokens() -> None
     assert prefill_plan([PromptView("a", 30, 0), PromptView("b", 30, 0), PromptView("c", 30, 0)])[2].length == 4
 
 
+@pytest.mark.parametrize(
+    ("num_decoding", "most", "budget"),
+    [
+        (0, 256, 256),
+        (100, 256, 156),
+        (224, 256, 32),
+        (250, 256, 32),
+        (900, 256, 32),
+        (3, 32, 29),
+        (30, 32, 16),
+        (9, 1, 1),
+    ],
+)
+def test_sequences_that_decode_leave_prompts_a_token_or_take_their_room(
+    num_decoding: int, most: int, budget: int
+) -> None:
+    assert decode.prompt_budget(num_decoding, max_num_batched_tokens=most, block_size=16) == budget
+
+
+def test_giant_prompt_has_all_of_a_step_that_is_full_of_sequences() -> None:
+    """C47: a short one that waits ends in this step, and the giant gets on by a block."""
+    budget = decode.prompt_budget(256, max_num_batched_tokens=256, block_size=16)
+    waiting = [GIANT, PromptView("short", 12, 0)]
+    step = plan_chunks(waiting, token_budget=budget, scored_budget=256, threshold=min(128, budget // 2), block_size=16)
+    assert step == [Chunk("giant", 160, 20), Chunk("short", 0, 12)]
+
+
 def scored(attempt: str, num_tokens: int, num_computed: int = 0) -> PromptView:
     return PromptView(attempt, num_tokens, num_computed, is_scored=True)
 
