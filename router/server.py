@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import grpc
 
 from router.pieces import Delta, Piece, PromptEcho, SampleEnd
-from router.request import ClusterLimits, PromptLogprobs, TokenLogprobs
+from router.request import ClusterLimits, GenerationRequest, PromptLogprobs, TokenLogprobs
 from router.serving import ClientGoneError, Serving, traceparent_of
 from router.stages import Timings
 from router.validation import RequestValidator
@@ -98,6 +98,9 @@ class _GrpcClient:
     @property
     def is_gone(self) -> bool:
         return self._context.cancelled()
+
+    def admit(self, request: GenerationRequest) -> None:
+        pass  # Of an answer nothing is kept: it leaves in pieces.
 
     async def write(self, piece: Piece) -> None:
         try:

@@ -52,6 +52,10 @@ class Client(Protocol):
     def ending(self) -> SplitserveError | None:
         """What the edge itself has ended the call with, by cancelling its task."""
 
+    def admit(self, request: GenerationRequest) -> None:
+        """The request is sound and goes to the workers next. Raises InvalidRequest where its answer would be more than
+        this edge makes."""
+
     async def write(self, piece: Piece) -> None:
         """Waits while the client does not read. Raises ClientGoneError."""
 
@@ -119,6 +123,7 @@ class Serving:
     ) -> Outcome:
         try:
             request = await self._validator.validate(message, deadline=deadline, traceparent=traceparent)
+            client.admit(request)
             generation = self._dispatcher.submit(request, record.stages)
         except (SplitserveError, asyncio.CancelledError):
             record.refuse()

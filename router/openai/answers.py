@@ -18,8 +18,11 @@ from router.openai.token_texts import OffsetText, TokenTexts
 from router.pieces import Delta, Piece, PromptEcho, SampleEnd
 from router.request import PromptLogprobs, TokenLogprobs
 
-# With 20 of the likeliest tokens each, these are made in about a millisecond.
+# What is made in about a millisecond: so many logprobs with 20 of the likeliest tokens each, so much text, so many
+# choices.
 _MAX_ENTRIES_ON_LOOP = 64
+_MAX_CHARS_ON_LOOP = 64 * 1024
+_MAX_CHOICES_ON_LOOP = 256
 
 
 class Reply(Struct, frozen=True, gc=False):
@@ -74,7 +77,12 @@ class _Choices(ABC):
         self._texts = texts
         self._choices = [_Choice(index) for index in range(asked.num_prompts * asked.n)]
         self._tally = Tally(len(self._choices))
+        # Of each prompt, in a stream until all of its choices have begun.
         self._prompts: list[list[TokenLogprobs]] = [[] for _ in range(asked.num_prompts)]
+        self._num_to_begin = [asked.n] * asked.num_prompts
+        # Of a reply that is sent whole, with prompts as often as it may have them.
+        self._num_entries = 0
+        self._num_chars = 0
 
     def take(self, prompt: int, piece: Piece) -> Iterator[Reply]:
         if isinstance(piece, PromptEcho):
@@ -82,6 +90,7 @@ class _Choices(ABC):
             return
         if isinstance(piece, PromptLogprobs):
             self._prompts[prompt] += piece.tokens
+            self._num_entries += len(piece.tokens) * self._asked.n
             return
         choice = self._choices[prompt * self._asked.n + piece.sample]
         timings: replies.Timings | UnsetType = UNSET
@@ -90,20 +99,23 @@ class _Choices(ABC):
             timings = self._tally.add(prompt, piece)
         if not self._asked.is_stream:
             if isinstance(piece, Delta):
-                _keep(choice, piece)
+                self._keep(choice, piece)
             return
         if not choice.has_begun:
             choice.has_begun = True
             yield from self._beginning(choice)
+            self._num_to_begin[prompt] -= 1
+            if self._num_to_begin[prompt] == 0:
+                self._forget(prompt)
         if isinstance(piece, SampleEnd):
             shown = UNSET if self._asked.includes_usage else timings
             yield Reply(lambda: self._end(choice, piece, shown))
         elif piece.text or piece.logprobs:
-            yield Reply(lambda: self._delta(choice, piece), len(piece.logprobs) > _MAX_ENTRIES_ON_LOOP)
+            yield Reply(lambda: self._delta(choice, piece), _is_much(len(piece.logprobs), len(piece.text)))
 
     def whole(self) -> Reply:
-        num_entries = sum(len(choice.logprobs) for choice in self._choices) + sum(map(len, self._prompts))
-        return Reply(self._whole, num_entries > _MAX_ENTRIES_ON_LOOP)
+        has_many_choices = len(self._choices) > _MAX_CHOICES_ON_LOOP
+        return Reply(self._whole, has_many_choices or _is_much(self._num_entries, self._num_chars))
 
     def last_events(self) -> Iterator[Reply]:
         if self._asked.includes_usage:
@@ -129,8 +141,18 @@ class _Choices(ABC):
     @abstractmethod
     def _whole(self) -> Struct: ...
 
-    def _is_long(self, choice: _Choice) -> bool:
-        return len(self._prompts[choice.index // self._asked.n]) > _MAX_ENTRIES_ON_LOOP
+    def _keep(self, choice: _Choice, delta: Delta) -> None:
+        choice.text.append(delta.text)
+        choice.logprobs += delta.logprobs
+        self._num_chars += len(delta.text)
+        self._num_entries += len(delta.logprobs)
+
+    def _forget(self, prompt: int) -> None:
+        """All of the prompt's choices have begun: its logprobs have been shown."""
+        self._prompts[prompt] = []
+
+    def _num_prompt_entries(self, choice: _Choice) -> int:
+        return len(self._prompts[choice.index // self._asked.n])
 
 
 class ChatAnswer(_Choices):
@@ -143,7 +165,7 @@ class ChatAnswer(_Choices):
                 first.prompt_logprobs = self._prompt_table()
             return first
 
-        yield Reply(role, choice.index == 0 and self._is_long(choice))
+        yield Reply(role, choice.index == 0 and _is_much(self._num_prompt_entries(choice)))
 
     def _delta(self, choice: _Choice, delta: Delta) -> Struct:
         told = logprobs.of_chat(self._texts, delta.logprobs) if delta.logprobs else None
@@ -198,11 +220,18 @@ class CompletionAnswer(_Choices):
 
     def _take_echo(self, prompt: int, echo: PromptEcho) -> None:
         self._echoes[prompt] = echo
+        self._num_chars += len(echo.text) * self._asked.n
+
+    def _forget(self, prompt: int) -> None:
+        super()._forget(prompt)
+        self._echoed.pop(prompt, None)
 
     def _beginning(self, choice: _Choice) -> Iterator[Reply]:
         prompt, sample = divmod(choice.index, self._asked.n)
         if prompt in self._echoes or (self._asked.has_prompt_logprobs and sample == 0):
-            yield Reply(lambda: self._reply([self._begun(choice)]), self._is_long(choice))
+            num_chars = len(self._echoes[prompt].text) if prompt in self._echoes else 0
+            is_long = _is_much(self._num_prompt_entries(choice), num_chars)
+            yield Reply(lambda: self._reply([self._begun(choice)]), is_long)
 
     def _delta(self, choice: _Choice, delta: Delta) -> Struct:
         told = self._logprobs(choice, delta.logprobs) if delta.logprobs else None
@@ -265,9 +294,8 @@ def _ended(choice: replies.CompletionChoice, end: SampleEnd) -> replies.Completi
     return choice
 
 
-def _keep(choice: _Choice, delta: Delta) -> None:
-    choice.text.append(delta.text)
-    choice.logprobs += delta.logprobs
+def _is_much(num_entries: int, num_chars: int = 0) -> bool:
+    return num_entries > _MAX_ENTRIES_ON_LOOP or num_chars > _MAX_CHARS_ON_LOOP
 
 
 def _stop_reason(end: SampleEnd) -> str | int | UnsetType:

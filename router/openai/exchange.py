@@ -17,13 +17,18 @@ from router.http_errors import body_of, error_response
 from router.long_work import LongWork
 from router.openai.answers import Answer, Reply
 from router.pieces import Piece
+from router.request import GenerationRequest
 from router.serving import ClientGoneError, Serving
-from splitserve.service.errors import Internal, SplitserveError
+from splitserve.service.errors import Internal, InvalidRequest, SplitserveError
 from splitserve.v1 import inference_pb2 as pb
 
 _DONE = b"data: [DONE]\n\n"
 # A client that does not read is not waited for when all that is left to tell it is how its request has ended.
 _LAST_WORD_S = 5.0
+
+# Of one HTTP request: a token's own, and one for each of the likeliest in its place. 20 of them for each token of the
+# largest contexts; until they are sent, each takes some hundred bytes.
+MAX_LOGPROBS = 3_000_000
 
 _log = structlog.get_logger(__name__)
 
@@ -79,7 +84,7 @@ class Exchange(Response):
     async def _work(self, reply: "_Sender") -> None:
         clock = asyncio.get_running_loop().time
         deadline = clock() + self._serving.request_timeout_s
-        prompts = _Prompts()
+        prompts = _Prompts(self._is_stream)
         async with asyncio.TaskGroup() as group:
             for index, message in enumerate(self._messages):
                 client = _PromptClient(index, self._answer, reply if self._is_stream else None, prompts)
@@ -111,11 +116,30 @@ class Exchange(Response):
 class _Prompts:
     """The prompts of one request fail together: `ending` is what the first one failed with, told to the others."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_stream: bool) -> None:
         self.ending: SplitserveError | None = None
+        self._is_stream = is_stream
+        self._num_logprobs = 0
 
     def fail(self, error: SplitserveError) -> None:
         self.ending = self.ending or error
+
+    def admit(self, request: GenerationRequest) -> None:
+        """Counts what has to be kept of the answer: the prompt's logprobs, and in no stream those of the output.
+
+        Raises InvalidRequest with the sum of all prompts so far, where that is too many.
+        """
+        sampling = request.sampling
+        if sampling.prompt_logprobs is not None:
+            self._num_logprobs += len(request.prompt_ids) * (1 + sampling.prompt_logprobs)
+        if sampling.logprobs is not None and not self._is_stream:
+            self._num_logprobs += sampling.n * sampling.max_tokens * (1 + sampling.logprobs)
+        if self._num_logprobs > MAX_LOGPROBS:
+            raise InvalidRequest(
+                f"this asks for up to {self._num_logprobs} logprobs at once, of tokens and of the likeliest in their "
+                f"places; one request can have {MAX_LOGPROBS}: fewer tokens, prompts or samples, or for the output's a "
+                "stream"
+            )
 
 
 class _PromptClient:
@@ -132,6 +156,9 @@ class _PromptClient:
     @property
     def ending(self) -> SplitserveError | None:
         return self._prompts.ending
+
+    def admit(self, request: GenerationRequest) -> None:
+        self._prompts.admit(request)
 
     async def write(self, piece: Piece) -> None:
         for event in self._answer.take(self._prompt, piece):

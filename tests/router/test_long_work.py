@@ -2,21 +2,20 @@
 
 import asyncio
 import threading
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import grpc
 import httpx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from router import malformed, prompt_codec
-from router.openai import bodies, requests
+from router import prompt_codec
+from router.openai import answers, bodies, exchange, requests
+from router.openai.answers import Asked, ChatAnswer, CompletionAnswer
+from router.openai.token_texts import TokenTexts
+from router.pieces import Delta, Piece, PromptEcho
 from router.request import FinishReason, GenerationRequest, PromptLogprobs, TokenEvent, TokenLogprobs
-from splitserve.service.grpc_errors import from_rpc_error
-from splitserve.v1 import inference_pb2 as pb
 from tests.router.edge import Edge, http, running
 from tests.router.fakes import ByteTokenizer, FakeDispatcher, Step, model_description
 
@@ -69,6 +68,109 @@ async def test_long_reply_is_made_on_the_event_loop(num_tokens: int, is_stream: 
         assert len(tokenizer.named) == num_named + num_of_output
         num_on_loop = len(tokenizer.named) if num_tokens < 64 else num_of_output if is_stream else 0
         assert sum(tokenizer.named) == num_on_loop
+
+
+WORD = "y" * 1000
+
+
+@pytest.mark.parametrize(
+    ("path", "options"),
+    [
+        (TEXT_PATH, {"prompt": "x" * 20_000, "echo": True, "n": 4}),
+        (TEXT_PATH, {"prompt": "x" * 70_000, "echo": True, "stream": True}),
+        (TEXT_PATH, {"prompt": ["x"] * 100, "n": 3}),
+        (CHAT_PATH, {"messages": [{"role": "user", "content": "x"}]}),
+    ],
+    ids=["echoes", "echo in a stream", "choices", "chat"],
+)
+@pytest.mark.parametrize("is_long", [False, True])
+async def test_long_text_is_written_on_the_event_loop(
+    path: str, options: dict[str, Any], is_long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C53: also where nobody asks for logprobs."""
+    on_loop: list[bool] = []
+
+    def script(request: GenerationRequest) -> list[Step]:
+        token_id, last = (257, 69) if path == CHAT_PATH else (97, 0)
+        return [
+            TokenEvent(sample, position, token_id, FinishReason.LENGTH if position == last else None)
+            for sample in range(request.sampling.n)
+            for position in range(last + 1)
+        ]
+
+    def watch(name: str) -> None:
+        made = getattr(answers.replies, name)
+
+        def watched(*args: Any) -> Any:
+            on_loop.append(threading.current_thread() is threading.main_thread())
+            return made(*args)
+
+        monkeypatch.setattr(answers.replies, name, watched)
+
+    if not is_long:
+        options = options | {"n": 2, "prompt": "x"} if path == TEXT_PATH else options
+        monkeypatch.setattr(answers, "_MAX_CHARS_ON_LOOP", 1_000_000)
+    edge = Edge(FakeDispatcher(script), model_description(max_model_len=200_000), tokenizer=ByteTokenizer(WORD))
+    async with http(edge) as client:
+        watch("Completion")
+        watch("ChatCompletion")
+        assert (await client.post(path, json=options)).status_code == 200
+    assert on_loop[0] is not is_long
+
+
+@pytest.mark.parametrize("path", [TEXT_PATH, CHAT_PATH])
+def test_stream_keeps_the_logprobs_of_its_prompts(path: str) -> None:
+    """They are told with the choices' first words; nothing needs them after the last of these."""
+
+    class Entry(TokenLogprobs):
+        """Can be watched."""
+
+    asked = Asked(
+        id="a", model="m", num_prompts=1, n=2, has_logprobs=True, has_prompt_logprobs=True, is_stream=True,
+        includes_usage=False,
+    )  # fmt: skip
+    answer = (CompletionAnswer if path == TEXT_PATH else ChatAnswer)(asked, TokenTexts(ByteTokenizer()))
+    told: list[str] = []
+
+    def take(piece: Piece) -> None:
+        told.extend(str(event.make()) for event in answer.take(0, piece))
+
+    if path == TEXT_PATH:
+        take(PromptEcho("a", (97,)))
+    entry = Entry(97, None, ())
+    watched = weakref.ref(entry)
+    take(PromptLogprobs((entry,)))
+    del entry
+    take(Delta(0, (98,), "b", ()))
+    assert watched() is not None
+    take(Delta(1, (99,), "c", ()))
+    assert watched() is None
+    take(Delta(0, (100,), "d", ()))
+    assert ["prompt_logprobs=[None]" in event for event in told] == [True, False, False, False, False]
+
+
+async def test_logprobs_of_one_request_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of all prompts, and those of an output that is no stream; no worker hears of what is too much."""
+    monkeypatch.setattr(exchange, "MAX_LOGPROBS", 100)
+    edge = edge_of(ByteTokenizer())
+    ten = "x" * 10
+    own = {"prompt": "x", "n": 2, "logprobs": 4}
+    async with http(edge) as client:
+        for options, num_logprobs in (
+            ({"prompt": [ten, ten], "prompt_logprobs": 4}, None),
+            ({"prompt": [ten, ten, ten], "prompt_logprobs": 4}, 150),
+            ({"prompt": ten, "prompt_logprobs": 10, "stream": True}, 110),
+            (own | {"max_tokens": 10}, None),
+            (own | {"max_tokens": 11}, 110),
+            (own | {"max_tokens": 11, "stream": True}, None),
+            (own | {"max_tokens": 10, "echo": True}, 105),
+        ):
+            num_before = len(edge.dispatcher.requests)
+            response = await client.post(TEXT_PATH, json=options)
+            assert response.status_code == (200 if num_logprobs is None else 400), (options, response.text)
+            if num_logprobs is not None:
+                assert f"up to {num_logprobs} logprobs" in response.json()["error"]["message"]
+                assert isinstance(options["prompt"], list) or len(edge.dispatcher.requests) == num_before
 
 
 @pytest.mark.parametrize("num_chars", [10, 100_000])
@@ -180,71 +282,3 @@ async def test_body_that_stops_coming_is_waited_for_without_end(monkeypatch: pyt
     edge = Edge()
     async with http(edge), half_sent(edge, 100) as reader, asyncio.timeout(20):
         assert (await reader.readline()).startswith(b"HTTP/1.1 504")
-
-
-def varint(value: int) -> bytes:
-    encoded = b""
-    while value > 0x7F:
-        encoded += bytes([value & 0x7F | 0x80])
-        value >>= 7
-    return encoded + bytes([value])
-
-
-async def raw_call(edge: Edge, data: bytes) -> grpc.aio.AioRpcError | None:
-    """What a message of these bytes is answered with."""
-    call = edge.channel.unary_stream("/splitserve.v1.InferenceService/Generate")(data)
-    try:
-        async for _ in call:
-            pass
-    except grpc.aio.AioRpcError as error:
-        return error
-    return None
-
-
-# A field that breaks off, and sampling parameters that do.
-@pytest.mark.parametrize("tail", [b"", b"\x0a", b"\x32\x01\x0a"], ids=["whole", "cut off", "broken part"])
-@pytest.mark.parametrize(
-    "parts",
-    [
-        pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage()] * 90_000)),
-        pb.GenerateRequest(text="a", sampling_params=pb.SamplingParams(stop=[""] * 90_000)),
-    ],
-    ids=["messages", "stop strings"],
-)
-async def test_message_of_millions_of_parts_fills_the_memory(parts: pb.GenerateRequest, tail: bytes) -> None:
-    """C53, C55: it is refused before it is read, others are served as before, and long ids are one part."""
-    async with running(edge_of(ByteTokenizer())) as edge:
-        error = await raw_call(edge, parts.SerializeToString() + tail)
-        assert error is not None
-        assert (error.code(), from_rpc_error(error).reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE")
-        assert "40000 fields" in (error.details() or "")
-        long = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[97] * 199_000), sampling_params=pb.SamplingParams(n=2))
-        assert await raw_call(edge, long.SerializeToString()) is None
-
-
-@pytest.mark.parametrize(
-    "data", [b"\xff" * 300_000, b"\x2a" + varint(299_990) + b"\x0a\x7f", b"\x2b" * 300_000, b"\x2a" * 300_000]
-)
-async def test_message_that_is_none_breaks_the_router(data: bytes) -> None:
-    async with running(Edge()) as edge:
-        error = await raw_call(edge, data)
-        assert error is not None
-        assert (error.code(), from_rpc_error(error).reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE")
-        assert await raw_call(edge, pb.GenerateRequest(text="a").SerializeToString()) is None
-
-
-@given(st.lists(st.integers(0, 2**64 - 1), max_size=5), st.integers(0, 40))
-def test_fields_are_counted_wrongly(numbers: list[int], num_messages: int) -> None:
-    message = pb.GenerateRequest(
-        request_id="x" * 200,
-        priority=-1,
-        chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="é" * 99)] * num_messages),
-        sampling_params=pb.SamplingParams(temperature=0.5, logit_bias=dict.fromkeys(range(3), 1.0), seed=7),
-    )
-    message.sampling_params.stop_token_ids.extend(number - 2**63 for number in numbers)
-    num_fields = 4 + 3 * num_messages + 2 + 3 * 3 + bool(numbers)
-    data, kind = message.SerializeToString(), pb.GenerateRequest.DESCRIPTOR
-    for most, is_more in ((num_fields, False), (num_fields - 1, True)):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(malformed, "MAX_FIELDS", most)
-            assert malformed.has_too_many_fields(data, kind) is is_more
