@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,16 +35,16 @@ RAW = {"raw zmq tcp", "raw zmq tcp + CURVE"}
 
 def test_row_is_missing_or_makes_no_sense_or_the_sink_stays(tmp_path: Path) -> None:
     """Two real processes, as a user starts them."""
-    scratch = tmp_path / "tmp"
-    scratch.mkdir()
     output = tmp_path / "kv.json"
     command = [sys.executable, "-P", "-m", "splitserve", "bench", "kv", "--quick"]
     command += ["--block-bytes", str(BLOCK_NBYTES), "--output", str(output)]
-    env = os.environ | {"TMPDIR": str(scratch), "COLUMNS": "80"}
-    # A sink that stayed would hold the pipes open, and this would wait for it.
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
+    # The path of an ipc socket has to be short, and that of a test's own folder may be long.
+    with tempfile.TemporaryDirectory(prefix="kv-") as scratch:
+        env = os.environ | {"TMPDIR": scratch, "COLUMNS": "80"}
+        # A sink that stayed would hold the pipes open, and this would wait for it.
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
+        assert os.listdir(scratch) == [], "the sink has not tidied up"
     assert done.returncode == 0, done.stderr
-    assert list(scratch.iterdir()) == [], "the sink has not tidied up"
     report = json.loads(output.read_text())
     assert set(report) == {"bench", "version", "date", "machine", "args", "rows"}
     assert report["args"] == {"blocks": [1, 4], "block_bytes": BLOCK_NBYTES, "rounds": 2, "transports": ["ipc", "tcp"]}
