@@ -127,7 +127,7 @@ async def _measure_all(model: Path, settings: RouterSettings, say: Say) -> list[
 async def _measure(model: Path, edge: str, num_streams: int, seconds: float) -> RouterRow:
     description = locate_model(str(model), loads_weights=False)
     words = Words(Tokenizer.load(model), description.vocab_size)
-    with _router(model, num_streams) as router:
+    with _router(model, num_connections=num_streams if edge == "sse" else 0) as router:
         meter = Meter(words)
         async with _workers(router, num_streams, words) as decodes:
             streams: Streams
@@ -187,9 +187,9 @@ class _Router:
 
 
 @contextmanager
-def _router(model: Path, num_streams: int) -> Iterator[_Router]:
+def _router(model: Path, num_connections: int) -> Iterator[_Router]:
     """On a core of its own, where there are two."""
-    _allow_files(num_streams + _SPARE_FILES)
+    _allow_files(num_connections + _SPARE_FILES)
     ports = claim({"--grpc-port": 0, "--http-port": 0, "--internal-port": 0})
     command = [sys.executable, "-P", "-m", "router", "--model", str(model)]
     for flag, value in {**ports, **_PATIENCE, **_BOUNDS}.items():
