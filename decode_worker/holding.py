@@ -93,9 +93,3 @@ class HoldingEngine(PromptEngine):
             for holder in (*self._reservations, *self._local)
         )
         return waiting + sum(len(s.blocks) * size - s.num_tokens_in_pool for s in self._running)
-
-    def check(self) -> None:
-        if self.is_empty():
-            self._allocator.check_idle()
-        else:
-            self._allocator.check()

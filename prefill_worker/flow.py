@@ -181,8 +181,9 @@ class PrefillEngine(PromptEngine):
         self._agent.finish(attempt.ticket.transfer_id, keys, encode_finish(tokens))
 
     def load(self) -> reports.Load:
-        prompts = [attempt.view() for attempt in self._computing()]
-        num_started = sum(attempt.has_started for attempt in self._computing())
+        computing = self._computing()
+        prompts = [attempt.view() for attempt in computing]
+        num_started = sum(attempt.has_started for attempt in computing)
         return load_report(
             self._allocator.counts,
             self._agent.stats(),
@@ -195,9 +196,3 @@ class PrefillEngine(PromptEngine):
     def num_empty_slots(self) -> int:
         size = self._layout.block_size
         return sum(len(attempt.blocks) * size - len(attempt.token_ids) for attempt in self._attempts.values())
-
-    def check(self) -> None:
-        if self.is_empty():
-            self._allocator.check_idle()
-        else:
-            self._allocator.check()

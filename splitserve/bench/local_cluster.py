@@ -71,9 +71,9 @@ def _await_ready(cluster: LocalCluster, process: subprocess.Popen[bytes], log_fi
     deadline = time.monotonic() + ready_s
     while not _is_ready(cluster):
         if process.poll() is not None:
-            raise Internal(f"the cluster ended before it was ready: {_last_line(log_file)}")
+            raise Internal(f"the cluster ended before it was ready: {last_line(log_file)}")
         if time.monotonic() > deadline:
-            raise Unavailable(f"the cluster was not ready within {ready_s:g} s: {_last_line(log_file)}")
+            raise Unavailable(f"the cluster was not ready within {ready_s:g} s: {last_line(log_file)}")
         time.sleep(_POLL_S)
 
 
@@ -88,7 +88,8 @@ def _get(url: str) -> httpx.Response:
     return httpx.get(url, timeout=10.0, trust_env=False)  # loopback: no proxy of the environment has a say
 
 
-def _last_line(log_file: Path) -> str:
+def last_line(log_file: Path) -> str:
+    """The last one that says something; for a process that ended."""
     lines = log_file.read_text(encoding="utf-8", errors="replace").splitlines()
     return next((line.strip() for line in reversed(lines) if line.strip()), "it wrote nothing")
 

@@ -13,7 +13,6 @@ from kvtransfer.events import KVEvent
 from kvtransfer.fingerprint import Fingerprint
 from kvtransfer.store import BlockStore
 from splitserve.engine.device import choose_device
-from splitserve.engine.layout import KVLayout
 from splitserve.engine.loading import load_runner
 from splitserve.engine.pool import KVPool
 from splitserve.engine.report import PartTimes
@@ -27,7 +26,7 @@ from splitserve.service.huge_pages import huge_page_nbytes
 from splitserve.service.startup import process_age_s
 from splitserve.worker import commands, reports
 from splitserve.worker.config import WorkerConfig
-from splitserve.worker.kv import TRANSPORTS, make_agent
+from splitserve.worker.kv import TRANSPORTS, make_agent, model_fingerprint
 
 Publish = Callable[[reports.Report], None]
 
@@ -129,21 +128,6 @@ def ready_report(context: EngineContext) -> reports.Ready:
         layers=str(made.layers),
         memory=reports.Memory(made.weights.plain, made.weights.packed, made.pool_nbytes, huge_page_nbytes()),
         startup=context.startup,
-    )
-
-
-def model_fingerprint(model: str, revision: str, layout: KVLayout) -> Fingerprint:
-    return Fingerprint(
-        model=model,
-        revision=revision,
-        dtype=layout.dtype,
-        block_size=layout.block_size,
-        num_layers=layout.num_layers,
-        num_kv_heads=layout.num_kv_heads,
-        head_dim=layout.head_dim,
-        layout_version=layout.LAYOUT_VERSION,
-        tp_rank=0,
-        tp_size=1,
     )
 
 

@@ -15,6 +15,7 @@ from kvtransfer.fingerprint import Fingerprint
 from kvtransfer.settings import KVSettings
 from kvtransfer.store import BlockStore
 from kvtransfer.zeromq import ZeroMQCarrier, ZeroMQSettings
+from splitserve.engine.layout import KVLayout
 from splitserve.service.errors import Unavailable
 from splitserve.worker.config import WorkerConfig
 
@@ -23,6 +24,21 @@ TRANSPORTS = {"auto": "zmq", "zmq": "zmq"}
 # A router that is being replaced has no address for a moment; the worker can do nothing without it anyway.
 ROUTER_TIMEOUT_S = 60.0
 _RETRY_PAUSE_S = 0.5
+
+
+def model_fingerprint(model: str, revision: str, layout: KVLayout) -> Fingerprint:
+    return Fingerprint(
+        model=model,
+        revision=revision,
+        dtype=layout.dtype,
+        block_size=layout.block_size,
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        layout_version=layout.LAYOUT_VERSION,
+        tp_rank=0,
+        tp_size=1,
+    )
 
 
 def make_agent(

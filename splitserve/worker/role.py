@@ -57,6 +57,12 @@ class EngineBase(ABC):
             self._last_slots = slots
             self._publish(slots)
 
+    def check(self) -> None:
+        if self.is_empty():
+            self._allocator.check_idle()
+        else:
+            self._allocator.check()
+
     def _room(self) -> Room:
         return Room(
             available_blocks=self._allocator.available,

@@ -16,7 +16,7 @@ from kvtransfer.fingerprint import Fingerprint
 from kvtransfer.messages import digest
 from kvtransfer.settings import KVSettings
 from kvtransfer.sink_transfer import SinkTransfer
-from splitserve.worker.engine_setup import model_fingerprint
+from splitserve.worker.kv import model_fingerprint
 from tests.simulation.hash_model import LAYOUT, MODEL, CheckedPool
 from tests.simulation.wires import SimulatedCarrier
 

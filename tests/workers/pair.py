@@ -30,7 +30,8 @@ from splitserve.models.description import describe
 from splitserve.worker import commands, messages, reports
 from splitserve.worker.config import WorkerConfig
 from splitserve.worker.engine_process import EngineLoop
-from splitserve.worker.engine_setup import EngineContext, model_fingerprint
+from splitserve.worker.engine_setup import EngineContext
+from splitserve.worker.kv import model_fingerprint
 from splitserve.worker.reports import Report
 from tests.compiled import KERNEL_FOLDER
 

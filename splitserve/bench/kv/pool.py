@@ -6,11 +6,11 @@ The layout is flat, for blocks of any size: no transport looks into a block.
 import numpy as np
 import torch
 
-from kvtransfer.fingerprint import Fingerprint
 from kvtransfer.messages import digest
 from splitserve.engine.layout import KVLayout
 from splitserve.engine.pool import KVPool
 from splitserve.service.errors import InvalidRequest
+from splitserve.worker.kv import model_fingerprint
 
 _SLOT_NBYTES = 4  # K and V of one bfloat16 number, the least that a layout is made of
 _STAMP_NBYTES = 8
@@ -31,18 +31,7 @@ class BenchPool:
         )
         self.store = KVPool(layout, num_blocks)
         self.block_nbytes = block_nbytes
-        self.fingerprint = Fingerprint(
-            model="bench kv",
-            revision="",
-            dtype=layout.dtype,
-            block_size=layout.block_size,
-            num_layers=layout.num_layers,
-            num_kv_heads=layout.num_kv_heads,
-            head_dim=layout.head_dim,
-            layout_version=layout.LAYOUT_VERSION,
-            tp_rank=0,
-            tp_size=1,
-        )
+        self.fingerprint = model_fingerprint("bench kv", "", layout)
         self.array = self.store.tensor.view(num_blocks, -1).view(torch.uint8).numpy()
         self.data = self.array.reshape(-1).data
 

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import httpx
 
+from splitserve.bench.local_cluster import last_line
 from splitserve.service.errors import Unavailable
 
 _POLL_S = 0.25
 _STOP_S = 20.0
+_LONGEST_LINE = 300
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +71,9 @@ def _started(process: Process, logs: Path) -> Iterator["subprocess.Popen[bytes]"
 def _await(process: Process, child: "subprocess.Popen[bytes]", logs: Path, deadline: float) -> None:
     while not _answers(process.ready_url):
         if child.poll() is not None:
-            raise Unavailable(f"{process.name} ended before it was ready: {_last_line(_log(process, logs))}")
+            raise Unavailable(f"{process.name} ended before it was ready: {_last_words(process, logs)}")
         if time.monotonic() > deadline:
-            raise Unavailable(f"{process.name} was not ready in time: {_last_line(_log(process, logs))}")
+            raise Unavailable(f"{process.name} was not ready in time: {_last_words(process, logs)}")
         time.sleep(_POLL_S)
 
 
@@ -86,9 +88,8 @@ def _log(process: Process, logs: Path) -> Path:
     return logs / f"{process.name}.log"
 
 
-def _last_line(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "it wrote nothing")
+def _last_words(process: Process, logs: Path) -> str:
+    return last_line(_log(process, logs))[:_LONGEST_LINE]
 
 
 def _stop(child: "subprocess.Popen[bytes]") -> None:
