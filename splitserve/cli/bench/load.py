@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,11 +17,36 @@ from splitserve.service.config import Cores, Duration, Positive
 from splitserve.service.errors import InvalidRequest
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """Whom to ask and how, and where the results go: the same for every benchmark of a running server."""
+
+    url: str = "http://127.0.0.1:8000"
+    """The server's HTTP address."""
+    model: str | None = None
+    """Default: the first one that the server names."""
+    api: Literal["completions", "chat"] = "completions"
+    """Which of OpenAI's two ways to ask."""
+    tokenizer: str | None = None
+    """Whose tokens the prompts are counted in, as --model elsewhere; default: SmolLM2-135M-Instruct."""
+    extra_body: str = '{"ignore_eos": true}'
+    """JSON that goes into every request. Without ignore_eos an answer may end early."""
+    seed: int | None = None
+    """Draws the same prompts again, and what else is drawn; the server may have them cached. Default: others each
+    time."""
+    output: Path | None = None
+    """Write the report to this file, as JSON."""
+    plot: Path | None = None
+    """Write a picture to this file, as PNG; docs/benchmarks.md says of what."""
+
+
+_DEFAULT_LOAD = Load()
+
+
 def burst(
     *,
-    url: str = "http://127.0.0.1:8000",
-    model: str | None = None,
-    api: Literal["completions", "chat"] = "completions",
+    load: Load = _DEFAULT_LOAD,
     streams: Positive = 1,
     burst: Positive = 8,
     prompt_tokens: Positive = 1500,
@@ -30,11 +56,6 @@ def burst(
     gaps: Positive = 2000,
     control: bool = False,
     control_cores: Cores = (),
-    tokenizer: str | None = None,
-    extra_body: str = '{"ignore_eos": true}',
-    seed: int | None = None,
-    output: Path | None = None,
-    plot: Path | None = None,
 ) -> int:
     """Does a burst of long prompts stall the tokens of streams that are running? Of any server with OpenAI's API.
 
@@ -43,12 +64,6 @@ def burst(
 
     Parameters
     ----------
-    url
-        The server's HTTP address.
-    model
-        Default: the first one that the server names.
-    api
-        Which of OpenAI's two ways to ask.
     streams
         How many streams run all the time.
     burst
@@ -69,20 +84,10 @@ def burst(
     control_cores
         Cores of that loop, such as 0 or 0,2-3. Default: those of the server's prefill workers, if it is on this
         machine and one of ours.
-    tokenizer
-        Whose tokens the prompts are counted in, as --model elsewhere; default: SmolLM2-135M-Instruct.
-    extra_body
-        JSON that goes into every request. Without ignore_eos an answer may end early.
-    seed
-        Draws the same prompts again, which the server then may have cached. Default: others each time.
-    output
-        Write the report to this file, as JSON.
-    plot
-        Write a picture to this file, as PNG: every token a dot, bursts shaded.
     """
     require_serving()
-    prepare(output, plot)
-    extra = json_object(extra_body)
+    prepare(load.output, load.plot)
+    extra = json_object(load.extra_body)
     from splitserve.bench.load import tables
     from splitserve.bench.load.burst import BurstSettings, measure_burst, rows_of, summarize
     from splitserve.bench.load.control import prefill_cores
@@ -91,9 +96,9 @@ def burst(
     from splitserve.bench.report import make_load_report
 
     settings = BurstSettings(
-        url=url,
-        model=model,
-        api=api,
+        url=load.url,
+        model=load.model,
+        api=load.api,
         streams=streams,
         burst=burst,
         prompt_tokens=prompt_tokens,
@@ -101,25 +106,23 @@ def burst(
         stream_tokens=stream_tokens,
         quiet_gaps=quiet_gaps,
         burst_gaps=gaps,
-        control_cores=(control_cores or prefill_cores(url)) if control else (),
+        control_cores=(control_cores or prefill_cores(load.url)) if control else (),
         extra_body=extra,
-        seed=time.time_ns() if seed is None else seed,
+        seed=time.time_ns() if load.seed is None else load.seed,
     )
-    measured = asyncio.run(measure_burst(settings, Prompts.of_model(tokenizer, settings.seed), MESSAGES.print))
+    measured = asyncio.run(measure_burst(settings, Prompts.of_model(load.tokenizer, settings.seed), MESSAGES.print))
     result = summarize(measured)
     report = make_load_report("burst", settings, rows_of(measured), result.as_json())
-    show(report, tables.burst_tables(result), output)
-    if plot is not None:
-        plot_burst(measured, result, url, plot)
-        tell(plot)
+    show(report, tables.burst_tables(result), load.output)
+    if load.plot is not None:
+        plot_burst(measured, result, load.url, load.plot)
+        tell(load.plot)
     return 0
 
 
 def serve(
     *,
-    url: str = "http://127.0.0.1:8000",
-    model: str | None = None,
-    api: Literal["completions", "chat"] = "completions",
+    load: Load = _DEFAULT_LOAD,
     rates: str = "0.5,1,2,4",
     duration: Duration = 60.0,
     prompt_tokens: Positive = 512,
@@ -128,11 +131,6 @@ def serve(
     ttft_goal: Duration = 2.0,
     itl_goal: Duration = 0.1,
     price_per_hour: Annotated[float | None, Parameter(validator=Number(gt=0))] = None,
-    tokenizer: str | None = None,
-    extra_body: str = '{"ignore_eos": true}',
-    seed: int | None = None,
-    output: Path | None = None,
-    plot: Path | None = None,
 ) -> int:
     """How many requests per second does a server answer in time, and what does a token cost? Any with OpenAI's API.
 
@@ -141,12 +139,6 @@ def serve(
 
     Parameters
     ----------
-    url
-        The server's HTTP address.
-    model
-        Default: the first one that the server names.
-    api
-        Which of OpenAI's two ways to ask.
     rates
         Requests per second, such as 0.5,1,2; each is a row.
     duration
@@ -163,29 +155,19 @@ def serve(
         Of a good answer's gaps between tokens 99 of 100 are at most this long, such as 100ms.
     price_per_hour
         What the server costs in an hour; then the report says what a million output tokens cost.
-    tokenizer
-        Whose tokens the prompts are counted in, as --model elsewhere; default: SmolLM2-135M-Instruct.
-    extra_body
-        JSON that goes into every request. Without ignore_eos an answer may end early.
-    seed
-        Draws the same arrivals and prompts again, which the server then may have cached. Default: others each time.
-    output
-        Write the report to this file, as JSON.
-    plot
-        Write a picture to this file, as PNG: requests answered, and answered in time, over the rate.
     """
     require_serving()
-    prepare(output, plot)
-    extra, numbers = json_object(extra_body), numbers_above_0(rates, "rates")
+    prepare(load.output, load.plot)
+    extra, numbers = json_object(load.extra_body), numbers_above_0(rates, "rates")
     from splitserve.bench.load import arrivals, tables
     from splitserve.bench.load.plot import plot_rates
     from splitserve.bench.load.prompts import Prompts
     from splitserve.bench.report import make_load_report
 
     settings = arrivals.ArrivalSettings(
-        url=url,
-        model=model,
-        api=api,
+        url=load.url,
+        model=load.model,
+        api=load.api,
         rates=numbers,
         seconds=duration,
         prompt_tokens=prompt_tokens,
@@ -195,15 +177,15 @@ def serve(
         itl_goal_s=itl_goal,
         price_per_hour=price_per_hour,
         extra_body=extra,
-        seed=time.time_ns() if seed is None else seed,
+        seed=time.time_ns() if load.seed is None else load.seed,
     )
-    prompts = Prompts.of_model(tokenizer, settings.seed)
+    prompts = Prompts.of_model(load.tokenizer, settings.seed)
     rows = asyncio.run(arrivals.measure_arrivals(settings, prompts, MESSAGES.print))
     report = make_load_report("serve", settings, arrivals.rows_of(rows), arrivals.summary_of(rows))
-    show(report, tables.rate_tables(rows, settings), output)
-    if plot is not None:
-        plot_rates(rows, url, plot)
-        tell(plot)
+    show(report, tables.rate_tables(rows, settings), load.output)
+    if load.plot is not None:
+        plot_rates(rows, load.url, load.plot)
+        tell(load.plot)
     return 0
 
 
