@@ -102,7 +102,8 @@ async def connect(
     A server that is silent for `silence_s` has failed. Raises Unavailable where nobody answers.
     """
     timeout = httpx.Timeout(silence_s, connect=_CONNECT_S)
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    # A connection for each request: some servers close an idle one at the very moment that it is used again.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     headers = {"accept-encoding": "identity"}
     base = url.rstrip("/").removesuffix("/v1")
     # No proxy of the environment: what is measured is the server.
