@@ -50,6 +50,7 @@ class IpcDirectory:
         """
         parent = parent or Path(tempfile.gettempdir())
         if len(os.fsencode(parent / f"{PREFIX}{RANDOM_PART}" / SOCKET_NAME)) >= MAX_PATH_BYTES:
+            log.warning("no sockets on this host: their path would be too long", parent=str(parent))
             return None
         _sweep(parent)
         for _ in range(NUM_ATTEMPTS):

@@ -19,6 +19,10 @@ GRACEFUL_STOP_S = 3
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2}
 UNREAD_TIMEOUT_S = 40.0
 
+# An idle connection has to outlive its stay in clients' pools, which is 90 s at most: one that is closed here just as
+# it is used again fails a request.
+IDLE_TIMEOUT_S = 120
+
 
 class HttpServer:
     """One listening port. Made by `serve_http`, which has already started it."""
@@ -49,6 +53,7 @@ async def serve_http(app: Any, bind: str, port: int, *, unread_timeout_s: float 
             log_config=None,
             access_log=False,
             server_header=False,
+            timeout_keep_alive=IDLE_TIMEOUT_S,
             timeout_graceful_shutdown=GRACEFUL_STOP_S,
         )
     )

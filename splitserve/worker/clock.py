@@ -24,6 +24,11 @@ class Signs(NamedTuple):
     step_age_s: float
     silence_s: float
 
+    @property
+    def standstill_s(self) -> float:
+        """How long the engine has got no further, in a step or idle."""
+        return self.step_age_s or self.silence_s
+
 
 class StepClock:
     """One writer of each word (the engine thread, or the front), any number of readers. Torn reads are harmless: the

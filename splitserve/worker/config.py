@@ -61,6 +61,8 @@ class WorkerConfig:
     "A KV transfer without progress for this long fails."
     kv_peer_timeout: Duration = 4.0
     "A peer that a KV transfer depends on is lost when nothing is heard of it for this long."
+    kv_socket_dir: str | None = None
+    "Folder for sockets of KV transfers, the same for all workers of a host; default: that of temporary files."
     stall_timeout: Duration = 10.0
     "A step that gets no further for this long ends the worker."
     trust_remote_code: bool = False

@@ -119,7 +119,13 @@ class Front:
             self._on_router_end,
             rejoin_interval_s=self._config.rejoin_interval,
         )
-        self._http = WorkerHttp(ready, self._joined_routers, lambda: self._is_draining)
+        self._http = WorkerHttp(
+            ready,
+            self._joined_routers,
+            lambda: self._is_draining,
+            self._engine.clock.read,
+            self._config.stall_timeout,
+        )
         async with self._http.serving(self._config.bind, self._config.http_port) as port:
             log.info(
                 "ready",
@@ -201,8 +207,7 @@ class Front:
                 judged_from = now() + limit
             looked_at = now()
             signs = self._engine.clock.read()
-            is_stuck = signs.step_age_s > limit or (not signs.step_age_s and signs.silence_s > limit)
-            if is_stuck and looked_at >= judged_from:
+            if signs.standstill_s > limit and looked_at >= judged_from:
                 log.error("the engine stands still", step_age_s=signs.step_age_s, silence_s=signs.silence_s)
                 with contextlib.suppress(ProcessLookupError):
                     self._engine.process.kill()

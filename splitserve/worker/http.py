@@ -12,17 +12,29 @@ from starlette.routing import Route
 from splitserve.service.http_server import serve_http
 from splitserve.service.metrics import CONTENT_TYPE, StepMetrics, WorkerMetrics, new_registry, render
 from splitserve.worker import reports
+from splitserve.worker.clock import Signs
 
 
 class WorkerHttp:
-    """`routers` names the routers that this worker has joined; it is ready while there is one and it does not drain."""
+    """`routers` names the routers that this worker has joined and `signs` are its engine's signs of life.
+
+    It is ready while there is a router, the engine's loop turns, and nobody has asked it to drain.
+    """
 
     def __init__(
-        self, ready: reports.Ready, routers: Callable[[], Sequence[str]], is_draining: Callable[[], bool]
+        self,
+        ready: reports.Ready,
+        routers: Callable[[], Sequence[str]],
+        is_draining: Callable[[], bool],
+        signs: Callable[[], Signs],
+        stall_timeout_s: float,
     ) -> None:
+        """An engine without a sign of life for half of `stall_timeout_s`, after which the worker ends, is not ready."""
         self._ready = ready
         self._routers = routers
         self._is_draining = is_draining
+        self._signs = signs
+        self._patience_s = stall_timeout_s / 2
         self._registry = new_registry()
         self._metrics = WorkerMetrics(self._registry, ready.fingerprint.model)
         self._step_metrics = StepMetrics(self._registry, ready.fingerprint.model)
@@ -48,6 +60,11 @@ class WorkerHttp:
     async def _ready_page(self, _: Request) -> Response:
         routers = list(self._routers())
         status = "ready" if routers else "no router has been joined"
+        # The loop that takes the engine's work and computes it shows a sign at every turn, several times a second when
+        # there is none, and in a step at every layer.
+        standstill_s = self._signs().standstill_s
+        if standstill_s > self._patience_s:
+            status = f"the engine has stood still for {standstill_s:.1f} s"
         if self._is_draining():
             status = "draining"
         return JSONResponse({"status": status, "routers": routers}, 200 if status == "ready" else 503)

@@ -53,7 +53,12 @@ def make_agent(
     Raises `Unavailable` when the worker has to find out its own address and cannot, see `advertised_host`.
     """
     carrier: Carrier = ZeroMQCarrier(
-        ZeroMQSettings(bind=config.bind, advertise=advertised_host(config), max_block_bytes=store.block_nbytes)
+        ZeroMQSettings(
+            bind=config.bind,
+            advertise=advertised_host(config),
+            max_block_bytes=store.block_nbytes,
+            ipc_parent=Path(config.kv_socket_dir) if config.kv_socket_dir else None,
+        )
     )
     if config.fault_plan:
         carrier = FaultyCarrier(carrier, FaultPlanFile(Path(config.fault_plan)))

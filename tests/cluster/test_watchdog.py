@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.cluster.harness import Cluster, Process, wait_for
@@ -32,6 +33,12 @@ def watched(pair: Cluster) -> Iterator[Process]:
 
 def is_joined(cluster: Cluster, process: Process) -> bool:
     return any(worker["pid"] == process.pid for worker in cluster.state()["workers"])
+
+
+def health(process: Process) -> tuple[int, str]:
+    """What an orchestrator sees of the worker: status and reason."""
+    answer = httpx.get(f"http://127.0.0.1:{process.event('ready')['http_port']}/health/ready", timeout=30)
+    return answer.status_code, answer.json()["status"]
 
 
 def stop_engine(process: Process) -> int:
@@ -64,6 +71,19 @@ def test_idle_engine_that_is_frozen_is_kept(pair: Cluster, watched: Process) -> 
     engine_pid = stop_engine(watched)
     assert_given_up(pair, watched, engine_pid)
     assert len(pair.client.generate(prompt_of(20), max_tokens=2, ignore_eos=True).token_ids) == 2
+
+
+def test_worker_with_a_frozen_engine_is_healthy(pair: Cluster) -> None:
+    """Whoever restarts what is unhealthy would wait for ever (C69). It is healthy again as soon as the engine is."""
+    process = pair.add("decode", stall_timeout="6s")
+    pair.wait_ready(3)
+    engine_pid = stop_engine(process)
+    try:
+        wait_for("the worker to be unhealthy", lambda: health(process)[0] == 503)
+        assert "the engine has stood still for" in health(process)[1]
+    finally:
+        os.kill(engine_pid, signal.SIGCONT)
+    wait_for("the worker to be healthy again", lambda: health(process)[0] == 200)
 
 
 def test_engine_frozen_while_it_computes_is_kept(pair: Cluster, watched: Process) -> None:

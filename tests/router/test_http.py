@@ -173,6 +173,12 @@ def test_a_worker_shows_its_load_and_its_transfers() -> None:
     assert page["process_resident_memory_bytes", frozenset()] > 0
 
 
+async def test_idle_connection_is_closed_as_it_is_used_again() -> None:
+    """C68: clients' pools keep connections for up to 90 s, and a request on one that is just being closed fails."""
+    async with serving(State()) as (_, server):
+        assert server._server.config.timeout_keep_alive > 90
+
+
 async def test_the_server_leaves_signals_alone_and_gives_its_port_back() -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     tasks = len(asyncio.all_tasks())

@@ -1,12 +1,18 @@
-"""The address that a worker tells its peers (C66: never "every address", never a loopback that is not asked for)."""
+"""The address that a worker tells its peers (C66: never "every address", never a loopback that is not asked for), and
+where its sockets for those of the same host lie."""
 
+import shutil
 import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from splitserve.service.errors import Unavailable
 from splitserve.worker.config import WorkerConfig
-from splitserve.worker.kv import advertised_host
+from splitserve.worker.kv import advertised_host, make_agent
+from tests.kvtransfer.worlds import FINGERPRINT, ByteStore
 
 
 def test_wildcard_was_advertised() -> None:
@@ -53,3 +59,30 @@ def test_unknown_router_was_waited_for_without_end() -> None:
     config = WorkerConfig(bind="0.0.0.0", router="nowhere.invalid:50052")
     with pytest.raises(Unavailable, match=r"nowhere\.invalid:50052.*--advertise"):
         advertised_host(config, timeout_s=0.0)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Short enough for a socket's path."""
+    made = Path(tempfile.mkdtemp(prefix="kv-"))
+    yield made
+    shutil.rmtree(made)
+
+
+def test_sockets_lie_where_other_containers_do_not_see_them(folder: Path) -> None:
+    config = WorkerConfig(kv_socket_dir=str(folder))
+    agent = make_agent(config, "d0", FINGERPRINT, ByteStore(4), lambda _: None)
+    agent.start()
+    try:
+        assert Path(agent.endpoint.ipc_path).parent.parent == folder
+        assert Path(agent.endpoint.ipc_path).is_socket()
+    finally:
+        agent.close()
+    assert list(folder.iterdir()) == []
+
+
+def test_folder_for_sockets_that_is_not_there_is_ignored(folder: Path) -> None:
+    config = WorkerConfig(kv_socket_dir=str(folder / "missing"))
+    agent = make_agent(config, "d0", FINGERPRINT, ByteStore(4), lambda _: None)
+    with pytest.raises(Unavailable, match="missing"):
+        agent.start()

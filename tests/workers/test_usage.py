@@ -8,7 +8,7 @@ import pytest
 
 from splitserve.service.metrics import render
 from splitserve.worker import commands, messages, reports
-from splitserve.worker.clock import StepClock
+from splitserve.worker.clock import Signs, StepClock
 from splitserve.worker.engine_process import EngineLoop, RoleEngine
 from splitserve.worker.engine_setup import ready_report
 from splitserve.worker.http import WorkerHttp
@@ -132,7 +132,7 @@ def test_metrics_page_lacks_what_the_engine_says(make_pair: MakePair) -> None:
     pair = make_pair()
     attempt = pair.begin(prompt_of(20), max_tokens=3)
     pair.until(lambda: pair.is_finished(attempt))
-    http = WorkerHttp(ready_report(pair.decode.engine._context), list, lambda: False)
+    http = WorkerHttp(ready_report(pair.decode.engine._context), list, lambda: False, lambda: Signs(0, 0.0, 0.0), 10.0)
     http.count(reports.Slots(64, 16))
     for report in (*pair.prefill.reports, *pair.decode.reports, reports.Step(1000.0, 5, 0)):
         if isinstance(report, get_args(reports.Countable)) and not isinstance(report, reports.Slots):
