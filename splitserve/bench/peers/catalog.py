@@ -5,6 +5,7 @@ default does badly, the default has a row of its own.
 """
 
 import hashlib
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -215,7 +216,8 @@ def _transformers(site: Site) -> Setup:
     process = Process(
         name="transformers", command=command, cores=site.cores, environment=environ, ready_url=f"{url}/health"
     )
-    return Setup([process], url, {}, "chat")
+    # Its own way to say ignore_eos.
+    return Setup([process], url, {"generation_config": json.dumps({"eos_token_id": -1})})
 
 
 PEERS: Sequence[Peer] = (
