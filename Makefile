@@ -60,7 +60,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@# An environment without pip is what an interrupted start, or a Python without ensurepip, leaves behind.
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[serve,bench,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[serve,deploy,bench,dev]'
 	touch $(STAMP)
 
 $(LITELLM)/.installed: tests/cluster/clients/litellm.txt

@@ -50,18 +50,19 @@ class Child:
         self._output.cancel()
         return status
 
-    async def stop(self, number: signal.Signals, grace_s: float, hurry: asyncio.Event) -> None:
+    async def stop(self, number: signal.Signals, grace_s: float, hurry: asyncio.Event) -> int:
         """Asks it to end by that signal, and kills it after `grace_s` or as soon as `hurry` is set. It is gone when
-        this returns."""
-        waiters = [asyncio.ensure_future(self.wait()), asyncio.ensure_future(hurry.wait())]
+        this returns; gives the exit status."""
+        waiters = (asyncio.ensure_future(self.wait()), asyncio.ensure_future(hurry.wait()))
         try:
             with suppress(ProcessLookupError):
                 self._process.send_signal(number)
             await asyncio.wait(waiters, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self.kill()
-            await waiters[0]
+            status = await waiters[0]
             waiters[1].cancel()
+        return status
 
     def kill(self) -> None:
         """Kills the whole session: what a dead worker leaves behind must not outlive it."""

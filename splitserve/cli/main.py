@@ -30,6 +30,7 @@ def make_app() -> App:
     app.command("splitserve.cli.chat:chat", help="Talk with the model, turn by turn; also reads turns from a pipe.")
     app.command("splitserve.cli.status:status", help="Show the cluster's workers, queue and KV blocks.")
     app.command("splitserve.cli.up:app", name="up", help="Run a cluster on this machine until Ctrl-C.")
+    app.command("splitserve.cli.scale.command:scale", name="scale", help="Change the number of workers of a role.")
     app.command("splitserve.cli.plan:plan", help="Say what one worker of a model carries, and how many it takes.")
     app.command("splitserve.cli.secret:app", name="secret", help="Make the secret that the parts of a cluster share.")
     app.command("splitserve.cli.bench:app", name="bench", help="Measure this machine, this installation, any server.")

@@ -20,14 +20,18 @@ class Output:
         self._width = max(map(len, names))
         self._is_closed = False
         self._files: dict[str, BinaryIO] = {}
+        self._known = set(names)
+        self._log_dir = log_dir
         self._stack = ExitStack()
         if log_dir is not None:
             log_dir.mkdir(parents=True, exist_ok=True)
             for name in names:
-                self._files[name] = self._stack.enter_context((log_dir / f"{name}.log").open("ab", buffering=0))
+                self._open(name, log_dir)
 
     def __call__(self, name: str, line: bytes) -> None:
         self._to_stderr(name, line)
+        if name not in self._known:
+            self._add(name)
         if name in self._files:
             try:
                 self._files[name].write(line + b"\n")
@@ -40,6 +44,18 @@ class Output:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._stack.close()
+
+    def _add(self, name: str) -> None:
+        """A process that was not there at first."""
+        self._known.add(name)
+        if self._log_dir is not None:
+            try:
+                self._open(name, self._log_dir)
+            except OSError as error:
+                self._to_stderr(name, f"no log file: {error}".encode())
+
+    def _open(self, name: str, log_dir: Path) -> None:
+        self._files[name] = self._stack.enter_context((log_dir / f"{name}.log").open("ab", buffering=0))
 
     def _to_stderr(self, name: str, line: bytes) -> None:
         if self._is_closed:

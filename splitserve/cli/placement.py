@@ -1,6 +1,7 @@
-"""Which worker computes on which processor cores. Pure functions; `up` calls them once."""
+"""Which worker computes on which processor cores. Pure functions; the roster calls them."""
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,6 +40,24 @@ def place(cores: Sequence[int], num_prefill: int, num_decode: int) -> tuple[list
         placements.append(Placement(cores=tuple(cores[start:end]), threads=end - start))
         start = end
     return placements[:num_prefill], placements[num_prefill:]
+
+
+def place_another(cores: Sequence[int], alike: Sequence[Placement], others: Sequence[Placement]) -> Placement:
+    """Where one more worker computes, when those of its own role (`alike`) and of the other one run and stay.
+
+    It gets an even share of all cores, at least one: of those that nobody has, as far as they go. Where there are none
+    it shares the least used ones of its own role, so that a long prompt still cannot stall decode; only the first
+    worker of a role shares with the other one.
+    """
+    if len(cores) < 2:
+        return Placement(cores=(), threads=1)
+    num_users = Counter(core for placement in (*alike, *others) for core in placement.cores)
+    own = {core for placement in alike for core in placement.cores}
+    open_to_it = [core for core in cores if not num_users[core]] or [core for core in cores if core in own] or cores
+    share = max(1, len(cores) // (len(alike) + len(others) + 1))
+    # Sorting is stable: among equals those come first that are named first.
+    chosen = tuple(sorted(sorted(open_to_it, key=num_users.__getitem__)[:share]))
+    return Placement(cores=chosen, threads=len(chosen))
 
 
 def usable_cores(asked: str) -> list[int]:

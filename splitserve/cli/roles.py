@@ -1,7 +1,7 @@
 """From the settings of `up` to the command lines of its processes. Pure functions over plain data."""
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,30 +60,27 @@ def router_spec(roles: Roles, model: Model, ports: Ports, flags: Mapping[str, ob
     return ChildSpec("router", _command(roles.router, own | dict(flags)))
 
 
-def worker_specs(
+def worker_spec(
     roles: Roles,
     model: Model,
     ports: Ports,
-    placements: tuple[Iterable[Placement], Iterable[Placement]],
     flags: Mapping[str, object],
-) -> list[ChildSpec]:
-    """One spec per placement, prefill workers first. `flags` go to every worker; those that are None stay away."""
-    specs = []
-    for role, module, role_placements in zip(
-        ("prefill", "decode"), (roles.prefill_worker, roles.decode_worker), placements, strict=True
-    ):
-        for index, placement in enumerate(role_placements):
-            own = {
-                "model": model.directory,
-                "served-model-name": model.served_name,
-                "router": f"{LOOPBACK}:{ports.internal}",
-                "bind": LOOPBACK,
-                "http-port": 0,
-                "threads": placement.threads,
-                "cores": ",".join(map(str, placement.cores)) or None,
-            }
-            specs.append(ChildSpec(f"{role}-{index}", _command(module, own | dict(flags))))
-    return specs
+    role: str,
+    index: int,
+    placement: Placement,
+) -> ChildSpec:
+    """`role` is "prefill" or "decode". `flags` go to every worker; those that are None stay away."""
+    own = {
+        "model": model.directory,
+        "served-model-name": model.served_name,
+        "router": f"{LOOPBACK}:{ports.internal}",
+        "bind": LOOPBACK,
+        "http-port": 0,
+        "threads": placement.threads,
+        "cores": ",".join(map(str, placement.cores)) or None,
+    }
+    module = {"prefill": roles.prefill_worker, "decode": roles.decode_worker}[role]
+    return ChildSpec(f"{role}-{index}", _command(module, own | dict(flags)))
 
 
 def _command(module: str, flags: Mapping[str, object]) -> tuple[str, ...]:

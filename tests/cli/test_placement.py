@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitserve.cli import up
-from splitserve.cli.placement import Placement, place, usable_cores
-from splitserve.cli.roles import Model, Ports, Roles, router_spec, worker_specs
+from splitserve.cli.placement import Placement, place, place_another, usable_cores
+from splitserve.cli.roles import ChildSpec, Model, Ports, Roles, router_spec, worker_spec
+from splitserve.cli.roster import Roster
+from splitserve.cli.setup import Setup
 from splitserve.service.errors import InvalidRequest
 from splitserve.service.ports import claim
 
@@ -51,6 +53,67 @@ def test_prefill_and_decode_shared_a_core(num_cores: int, num_prefill: int, num_
         assert sum(placement.threads for placement in prefill + decode) == num_cores
 
 
+@pytest.mark.parametrize(
+    ("cores", "alike", "others", "expected"),
+    [
+        ([0], [()], [()], ()),
+        ([0, 1], [(1,)], [(0,)], (1,)),
+        ([0, 1, 2, 3], [(2, 3)], [(0, 1)], (2,)),
+        ([0, 1, 2, 3], [(2, 3), (2,)], [(0, 1)], (3,)),
+        # Cores that nobody has, but not all of them.
+        ([0, 1, 2, 3, 4, 5], [(2,)], [(0, 1)], (3, 4)),
+        ([0, 1, 2, 3], [(3,)], [(0,), (1,)], (2,)),
+        # The first of its role has none of its own.
+        ([0, 1, 2, 3], [], [(0, 1), (2, 3)], (0,)),
+        ([4, 5, 6, 7], [(6, 7)], [(4, 5)], (6,)),
+    ],
+)
+def test_late_worker_took_the_other_roles_core(
+    cores: list[int], alike: list[tuple[int, ...]], others: list[tuple[int, ...]], expected: tuple[int, ...]
+) -> None:
+    mine, theirs = ([Placement(cores=one, threads=max(1, len(one))) for one in group] for group in (alike, others))
+    placement = place_another(cores, mine, theirs)
+    assert placement.cores == expected
+    assert placement.threads == max(1, len(expected))
+
+
+@given(st.integers(1, 16), st.integers(1, 4), st.integers(1, 4), st.lists(st.booleans(), max_size=12))
+def test_scaled_cluster_mixed_roles_or_names(
+    num_cores: int, num_prefill: int, num_decode: int, steps: list[bool]
+) -> None:
+    """Whatever is added, no worker of one role computes where one of the other does, and no two have one name."""
+    roster = Roster(
+        num_prefill,
+        num_decode,
+        cores=range(num_cores),
+        is_pinned=True,
+        make_spec=lambda role, index, _: ChildSpec(f"{role}-{index}", ()),
+    )
+    for is_prefill in steps:
+        member = roster.add("prefill" if is_prefill else "decode")
+        assert member.placement.threads == max(1, len(member.placement.cores))
+    cores = [{core for one in roster.members(role) for core in one.placement.cores} for role in ("prefill", "decode")]
+    assert cores[0].isdisjoint(cores[1])
+    names = [member.name for member in roster.members()]
+    assert len(set(names)) == len(names) == num_prefill + num_decode + len(steps)
+
+
+def test_number_of_a_worker_that_is_gone_was_lost_or_its_core_kept() -> None:
+    def make_spec(role: str, index: int, placement: Placement) -> ChildSpec:
+        return ChildSpec(f"{role}-{index}", (str(placement.cores),))
+
+    roster = Roster(1, 3, cores=[0, 1, 2, 3], is_pinned=True, make_spec=make_spec)
+    roster.remove(roster.members("decode")[1])
+    back = roster.add("decode")
+    assert (back.name, back.placement.cores) == ("decode-1", (2,))
+    assert [member.name for member in roster.members("decode")] == ["decode-0", "decode-2", "decode-1"]
+    shared = roster.add("decode")
+    assert roster.describe_place(shared) == "on core 1, as decode-0"
+    assert roster.describe_place(roster.members("prefill")[0]) == "on core 0"
+    free = Roster(1, 1, cores=[0, 1, 2, 3], is_pinned=False, make_spec=make_spec)
+    assert (free.add("decode").placement, free.members()[0].placement.threads) == (Placement((), 1), 2)
+
+
 def test_core_that_is_not_here_was_accepted() -> None:
     available = sorted(os.sched_getaffinity(0))
     assert usable_cores("auto") == available
@@ -77,9 +140,9 @@ def test_command_line_lacks_what_a_process_needs() -> None:
         f"{sys.executable} -P -m router --model /m --served-model-name served --bind 127.0.0.1 --grpc-port 1 "
         "--http-port 2 --internal-port 3"
     )
-    placements = [Placement((0,), 1)], [Placement((), 1)]
     flags = {"block-size": 8, "allow-pickle": True, "trust-remote-code": False, "threads": 4}
-    prefill, decode = worker_specs(Roles(), MODEL, PORTS, placements, flags)
+    prefill = worker_spec(Roles(), MODEL, PORTS, flags, "prefill", 0, Placement((0,), 1))
+    decode = worker_spec(Roles(), MODEL, PORTS, flags, "decode", 0, Placement((), 1))
     assert (prefill.name, decode.name) == ("prefill-0", "decode-0")
     assert " ".join(prefill.argv) == (
         f"{sys.executable} -P -m prefill_worker --model /m --served-model-name served --router 127.0.0.1:3 "
@@ -89,12 +152,10 @@ def test_command_line_lacks_what_a_process_needs() -> None:
 
 
 def test_prefix_cache_stayed_on_although_it_was_switched_off() -> None:
-    placements = [Placement((), 1)], [Placement((), 1)]
     flag = "--no-enable-prefix-caching"
     for words, is_off in (([], False), ([flag], True)):
         _, bound, _ = up.app.parse_args(words)
-        config = bound.arguments.get("config", up.UpConfig())
-        _, *workers = up._specs(config, Roles(), PORTS, placements, MODEL)
+        _, *workers = Setup.of(bound.arguments.get("config", up.UpConfig()), Roles(), MODEL, PORTS, [0]).specs()
         assert [flag in worker.argv for worker in workers] == [is_off, is_off]
 
 
@@ -109,11 +170,10 @@ def test_prefix_cache_stayed_on_although_it_was_switched_off() -> None:
 )
 def test_cluster_without_prefill_workers_waits_for_them(words: list[str], expected: str) -> None:
     _, bound, _ = up.app.parse_args(words)
-    router, *workers = up._specs(
-        bound.arguments.get("config", up.UpConfig()), Roles(), PORTS, ([], [Placement((), 1)]), MODEL
-    )
+    config = bound.arguments.get("config", up.UpConfig())
+    router, *workers = Setup.of(config, Roles(), MODEL, PORTS, [0]).specs()
     assert " ".join(router.argv[router.argv.index("--internal-port") + 2 :]) == expected
-    assert [worker.name for worker in workers] == ["decode-0"]
+    assert [worker.name for worker in workers] == [*(["prefill-0"] if config.prefill else []), "decode-0"]
 
 
 @pytest.mark.parametrize(("set_by_user", "expected"), [(None, "ERROR"), ("debug", "debug")])

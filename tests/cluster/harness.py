@@ -271,14 +271,7 @@ class Cluster:
         return next(process for process in self.workers if process.pid == pid)
 
     def is_drained(self) -> bool:
-        """No block is held anywhere, nothing waits, nothing runs."""
-        state = self.state()
-        pool = state["pool"]
-        return (
-            pool["free"] + pool["cached"] == pool["total"]
-            and state["queue"] == {"requests": 0, "prompt_tokens": 0}
-            and all(w["running"] == w["waiting"] == w["attempts"] == 0 for w in state["workers"])
-        )
+        return is_drained(self.state())
 
     def wait_drained(self) -> None:
         """Workers look through their books when idle and die of a violation: so they must also still be there."""
@@ -298,12 +291,7 @@ class Cluster:
 
     def counted(self, metric: str, label: str) -> "Counter[str]":
         """A router's counter by the values of one label."""
-        counts: Counter[str] = Counter()
-        for line in self.http.get("/metrics").text.splitlines():
-            if line.startswith(f"{metric}{{"):
-                value = line.partition(f'{label}="')[2].partition('"')[0]
-                counts[value] += int(float(line.rsplit(" ", 1)[1]))
-        return counts
+        return counted(self.http.get("/metrics").text, metric, label)
 
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -314,6 +302,26 @@ class Cluster:
         time.sleep(0.5)  # an idle engine looks through its books within 0.2 s
         after = {worker["id"] for worker in self.state()["workers"]}
         assert before <= after, f"workers were lost: {before - after}"
+
+
+def is_drained(state: dict[str, Any]) -> bool:
+    """As `/cluster` shows it: no block is held anywhere, nothing waits, nothing runs."""
+    pool = state["pool"]
+    return (
+        pool["free"] + pool["cached"] == pool["total"]
+        and state["queue"] == {"requests": 0, "prompt_tokens": 0}
+        and all(w["running"] == w["waiting"] == w["attempts"] == 0 for w in state["workers"])
+    )
+
+
+def counted(page: str, metric: str, label: str) -> "Counter[str]":
+    """A counter of a page of metrics, by the values of one label."""
+    counts: Counter[str] = Counter()
+    for line in page.splitlines():
+        if line.startswith(f"{metric}{{"):
+            value = line.partition(f'{label}="')[2].partition('"')[0]
+            counts[value] += int(float(line.rsplit(" ", 1)[1]))
+    return counts
 
 
 def _sum_of_samples(page: str, name: str, labels: dict[str, str]) -> float:

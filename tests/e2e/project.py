@@ -79,6 +79,20 @@ class Project:
     def up(self, *args: str) -> None:
         self.compose("up", "--detach", "--wait", "--wait-timeout", "240", "--no-build", *args)
 
+    def scale(self, *words: str) -> str:
+        """What `splitserve scale` writes, as a user of this project runs it, in any folder; it must end well."""
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "splitserve", "scale", *words, "--project-name", self.name],
+            cwd=self.wheels,
+            env=self._environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_TIMEOUT_S,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
     def down(self) -> None:
         self.compose("down", "--volumes", "--remove-orphans", "--rmi", "all")
 

@@ -3,7 +3,9 @@
 It records each start as `$FAKE_DIR/<role>.<pid>` with its command line, and what asks it to end as `<role>.<signal>`.
 `$FAKE_<ROLE>` says how it behaves: "" lives on; "config" refuses its settings; "crash" dies at once; "stubborn" ignores
 what asks it to end; "parent" has a child of its own, recorded as `grandchild.<pid>`; "chatty" writes a very long line
-and half a line; "telling" logs how it started; a "patient" router is not ready before `$FAKE_DIR/go` is there.
+and half a line; "telling" logs how it started; "draining" takes a second to end after SIGTERM; "unready" never shows as
+ready; a "patient" router is not ready before `$FAKE_DIR/go` is there. `$FAKE_DIR/<role>.behaviour` says it instead, for
+processes that start once it is there. The router shows the workers that it finds recorded and alive.
 """
 
 import json
@@ -15,10 +17,16 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 
 class Ready(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
+        if self.path == "/cluster":
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"workers": workers()}).encode())
+            return
         is_patient = os.environ.get("FAKE_ROUTER") == "patient"
         is_ready = not is_patient or Path(os.environ["FAKE_DIR"], "go").exists()
         self.send_response(200 if self.path == "/health/ready" and is_ready else 404)
@@ -26,6 +34,16 @@ class Ready(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         """Nothing: requests are not what these tests read."""
+
+
+def workers() -> list[dict[str, Any]]:
+    found = []
+    for path in Path(os.environ["FAKE_DIR"]).glob("*.[0-9]*"):
+        role, _, pid = path.name.partition(".")
+        if role in ("prefill", "decode") and Path("/proc", pid).exists():
+            is_ready = json.loads(path.read_text())["behaviour"] not in ("unready", "config", "crash")
+            found.append({"role": role, "pid": int(pid), "state": "ready" if is_ready else "starting"})
+    return found
 
 
 def flag(name: str) -> str:
@@ -39,12 +57,19 @@ def end_with_parent(fd: int) -> None:
 
 
 def end_by(role: str, number: signal.Signals) -> None:
+    if number == signal.SIGTERM and behaviour_of(role) == "draining":
+        time.sleep(1.0)
     record(f"{role}.{number.name}")
     os._exit(0)
 
 
+def behaviour_of(role: str) -> str:
+    path = Path(os.environ["FAKE_DIR"], f"{role}.behaviour")
+    return path.read_text() if path.exists() else os.environ.get(f"FAKE_{role.upper()}", "")
+
+
 def behave(role: str) -> None:
-    behaviour = os.environ.get(f"FAKE_{role.upper()}", "")
+    behaviour = behaviour_of(role)
     if behaviour == "config":
         print("block size 7 does not divide 16", file=sys.stderr, flush=True)
         sys.exit(78)
@@ -66,7 +91,8 @@ def behave(role: str) -> None:
 
 def record(name: str) -> None:
     part = Path(os.environ["FAKE_DIR"], f"part.{os.getpid()}")
-    part.write_text(json.dumps({"argv": sys.argv[1:], "env": dict(os.environ)}))
+    behaviour = behaviour_of(name.partition(".")[0])
+    part.write_text(json.dumps({"argv": sys.argv[1:], "env": dict(os.environ), "behaviour": behaviour}))
     part.rename(part.with_name(name))
 
 

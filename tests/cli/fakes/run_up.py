@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 from splitserve.cli import main, up
+from splitserve.cli.keeper import Policy
 from splitserve.cli.roles import Model, Roles
-from splitserve.cli.supervisor import Policy
 
 
 def locate(config: up.UpConfig) -> Model:

@@ -1,0 +1,98 @@
+"""`splitserve scale` on a compose project: replicas come and go under load, and no request notices."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+
+from splitserve import Client
+from splitserve.client.types import Message
+from tests.e2e.project import Project, eventually
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+
+QUESTION = [Message(role="user", content="What is the capital of France?")]
+NUM_CLIENTS = 3
+ONE_EACH = {"prefill": 1, "decode": 1}
+
+
+@contextmanager
+def load(project: Project) -> Iterator[list[str]]:
+    """Clients that ask one question after the other while the body runs; gives their answers, and raises what fails."""
+    over = threading.Event()
+    answers: list[str] = []
+
+    def ask(target: str) -> None:
+        with Client(target) as client:
+            while not over.is_set():
+                answers.append(client.chat(QUESTION, temperature=0, max_tokens=32).text)
+
+    target = project.published(50051)
+    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+        asking = [pool.submit(ask, target) for _ in range(NUM_CLIENTS)]
+        try:
+            yield answers
+        finally:
+            over.set()
+        for future in asking:
+            future.result()
+
+
+def counts(project: Project) -> dict[str, int]:
+    """Workers that are ready, by role."""
+    workers = project.cluster()["workers"]
+    return {role: sum((w["role"], w["state"]) == (role, "ready") for w in workers) for role in ONE_EACH}
+
+
+def containers(project: Project, service: str) -> list[str]:
+    return sorted(project.compose("ps", "--all", "--quiet", service).split())
+
+
+def drained(project: Project) -> bool:
+    state = project.cluster()
+    pool = state["pool"]
+    idle = all(worker["running"] == worker["waiting"] == worker["attempts"] == 0 for worker in state["workers"])
+    return idle and pool["free"] + pool["cached"] == pool["total"]
+
+
+@pytest.fixture
+def back_to_one(project: Project) -> Iterator[Project]:
+    yield project
+    project.scale("decode=1", "prefill=1")
+    eventually("one worker of each role", lambda: counts(project) == ONE_EACH)
+
+
+def test_scaling_cost_a_request_or_touched_another_role(back_to_one: Project) -> None:
+    project = back_to_one
+    before = {service: containers(project, service) for service in ("router", "prefill", "decode")}
+    with load(project) as answers:
+        project.scale("decode=3")
+        eventually("three decode workers", lambda: counts(project) == {"prefill": 1, "decode": 3})
+        assert set(before["decode"]) < set(containers(project, "decode"))
+        num_answers = len(answers)
+        eventually("answers of the larger cluster", lambda: len(answers) >= num_answers + 2 * NUM_CLIENTS)
+        said = project.scale("decode=1")
+        assert said.count(" is gone\n") == 2, said
+        assert containers(project, "decode") == before["decode"]
+        project.scale("prefill=2")
+        eventually("two prefill workers", lambda: counts(project) == {"prefill": 2, "decode": 1})
+        project.scale("prefill=1")
+    eventually("one worker of each role", lambda: counts(project) == ONE_EACH)
+    assert {service: containers(project, service) for service in before} == before
+    eventually("nothing is held", lambda: drained(project))
+    assert all("Paris" in text for text in answers)
+
+
+def test_what_was_scaled_by_hand_was_miscounted(back_to_one: Project) -> None:
+    project = back_to_one
+    oldest = containers(project, "decode")
+    project.up("--no-recreate", "--scale", "decode=2")
+    eventually("two decode workers", lambda: counts(project) == {"prefill": 1, "decode": 2})
+    assert project.scale("decode=2").splitlines()[1:] == ["  decode: 2 → 2"]
+    assert project.scale("decode=1").splitlines()[1] == "  decode: 2 → 1"
+    assert containers(project, "decode") == oldest
+    assert project.scale("decode=2", "--timeout", "4m").splitlines()[1] == "  decode: 1 → 2"
+    project.up("--no-recreate", "--scale", "decode=1")
+    assert project.scale("decode=1").splitlines()[1:] == ["  decode: 1 → 1"]
