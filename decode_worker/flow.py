@@ -227,7 +227,7 @@ class DecodeEngine(HoldingEngine):
         parts = torch.split(logits[len(batch) :], [segment.num_logits for segment in segments])
         for chunk, part in zip(chunks, parts, strict=True):
             self._computed(self._local[chunk.attempt], chunk, part)
-        return StepSize(len(batch), sum(chunk.length for chunk in chunks))
+        return StepSize(len(batch), sum(chunk.length for chunk in chunks), self._floor_s(rows + segments))
 
     def _decoded(self, batch: list[Sequence], logits: torch.Tensor) -> None:
         draws = [Draw(s.params, s.sample, s.history) for s in batch]

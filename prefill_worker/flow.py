@@ -161,7 +161,7 @@ class PrefillEngine(PromptEngine):
                 self._hand_off(attempt, tokens)
             else:
                 self._push_blocks(attempt, attempt.num_computed // self._layout.block_size)
-        return StepSize(0, sum(chunk.length for chunk in chunks))
+        return StepSize(0, sum(chunk.length for chunk in chunks), self._floor_s(segments))
 
     def _computing(self) -> list[PrefillAttempt]:
         """What is left to compute, in order of arrival."""

@@ -15,12 +15,12 @@ import torch
 from splitserve.bench.progress import Say
 from splitserve.bench.report import Report, make_report
 from splitserve.bench.steps import EngineRow, StepBench
-from splitserve.bench.timing import Stopwatch
 from splitserve.bench.workload import BLOCK_SIZE, Case, choose_cases, fill_with_noise
 from splitserve.engine.device import choose_device
 from splitserve.engine.layout import KVLayout
 from splitserve.engine.loading import load_runner, resolve_dtype
 from splitserve.engine.runner import ModelRunner
+from splitserve.engine.stopwatch import Stopwatch
 from splitserve.models.cache import cache_root
 from splitserve.models.description import ModelDescription
 from splitserve.models.locate import locate_model
@@ -65,7 +65,7 @@ def run_engine_bench(
     except ValueError as error:
         raise InvalidRequest(str(error)) from error
     stopwatch = Stopwatch(device, is_cpu_time=settings.clock == "cpu")
-    steps = StepBench(runner, description.directory, stopwatch, chunk=settings.chunk, is_quick=settings.is_quick)
+    steps = StepBench(runner, stopwatch, chunk=settings.chunk, is_quick=settings.is_quick)
     say(f"measuring for about {max(1, round(steps.expected_minutes(cases)))} min")
     rows: list[EngineRow] = []
     report = _report(settings, description, cases, runner, rows)

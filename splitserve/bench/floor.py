@@ -3,113 +3,22 @@
 A decode step reads every weight and the KV cache once: linear layers with prepacked weights, plus KV bytes at the read
 bandwidth. A prefill computes linear layers and attention: the former as they are, the latter's useful operations at the
 rate of a batched matmul. Independent of the engine's own back ends. Used by the engine's benchmark, which owns nothing
-else on the machine meanwhile.
+else on the machine meanwhile; what a worker knows of its own floors is `splitserve.engine.floor`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional
 
-from splitserve.bench.timing import Task
-from splitserve.bench.workload import Case
-from splitserve.engine.layout import KVLayout
 from splitserve.engine.linear import SIBLINGS
-from splitserve.engine.transformers_api import AutoConfig, AutoModelForCausalLM
-
-READ_BUFFER_BYTES = 512 << 20  # well above any cache that one model's forward could stay in
-_READ_COLUMNS = 1024
+from splitserve.engine.shape import LinearShape, ModelShape
+from splitserve.engine.stopwatch import Task
 
 # Query rows x context of one attention tile. The best of these is what a tiled attention could reach; a GPU needs more
 # work at once than a processor's caches hold.
 _TILES = {"cpu": ((64, 256), (256, 512), (512, 1024)), "cuda": ((512, 1024), (2048, 2048), (4096, 4096))}
-
-
-@dataclass(frozen=True)
-class LinearShape:
-    name: str  # of the module within the model
-    out_features: int
-    in_features: int
-    has_bias: bool
-    is_head: bool  # computes logits: only for the rows that are sampled from
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """What of a model decides its floors."""
-
-    linears: tuple[LinearShape, ...]
-    windows: tuple[int | None, ...]  # per layer: how many tokens it looks at, None for all
-    num_heads: int
-    head_dim: int
-    layer_token_nbytes: int  # K and V of one token in one layer
-
-    def kv_nbytes(self, context: int) -> int:
-        """Bytes of K and V that one new token's attention reads in a sequence of `context` tokens, itself included."""
-        return sum(min(context, window or context) for window in self.windows) * self.layer_token_nbytes
-
-    def attention_flops(self, num_tokens: int) -> int:
-        """Useful operations of a causal prefill: two for each multiplication of Q·K and of weights·V."""
-        pairs = sum(_num_pairs(num_tokens, window) for window in self.windows)
-        return 4 * self.head_dim * self.num_heads * pairs
-
-    def linear_flops(self, num_tokens: int, num_logit_rows: int) -> int:
-        """Two operations for each weight and row; the head computes `num_logit_rows` rows."""
-        rows = {False: num_tokens, True: num_logit_rows}
-        return sum(2 * rows[s.is_head] * s.out_features * s.in_features for s in self.linears)
-
-    def flops(self, case: Case) -> int:
-        """Useful operations of a case's step: those of its linear layers and of its attention."""
-        if case.kind == "prefill":
-            return self.linear_flops(case.context, 1) + self.attention_flops(case.context)
-        one_token = self.attention_flops(case.context) - self.attention_flops(case.context - 1)
-        return self.linear_flops(case.batch, case.batch) + case.batch * one_token
-
-    def guess_ms(self, case: Case, bytes_per_ms: float, flops_per_ms: float) -> float:
-        """A case's floor before it is measured, from the machine's rates alone."""
-        if case.kind == "prefill":
-            return self.flops(case) / flops_per_ms
-        weights_ms = self.linear_flops(1, 1) / bytes_per_ms  # as if a weight had two bytes
-        linear_ms = max(weights_ms, self.linear_flops(case.batch, case.batch) / flops_per_ms)
-        return linear_ms + case.batch * self.kv_nbytes(case.context) / bytes_per_ms
-
-
-def read_shape(directory: Path, layout: KVLayout) -> ModelShape:
-    """From the config alone, without weights; `layout` is that of the engine's pool."""
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    head = model.get_output_embeddings()
-    linears = tuple(
-        LinearShape(name, module.out_features, module.in_features, module.bias is not None, module is head)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-    )
-    return ModelShape(
-        linears=linears,
-        windows=_windows(config),
-        num_heads=config.num_attention_heads,
-        head_dim=layout.head_dim,
-        layer_token_nbytes=layout.token_nbytes // layout.num_layers,
-    )
-
-
-def _windows(config: Any) -> tuple[int | None, ...]:
-    window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        types = ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
-    return tuple(window if layer_type == "sliding_attention" else None for layer_type in types)
-
-
-def _num_pairs(num_tokens: int, window: int | None) -> int:
-    """Pairs of a query and a key that it looks at, itself included."""
-    whole = min(num_tokens, window or num_tokens)
-    return whole * (whole + 1) // 2 + (num_tokens - whole) * whole
 
 
 def merge_siblings(shapes: Sequence[LinearShape]) -> tuple[LinearShape, ...]:
@@ -175,24 +84,6 @@ def _layer(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     packed = ops._reorder_linear_weight(weight, x.shape[0])
     compute = ops._linear_pointwise.default
     return lambda: compute(x, packed, bias, "none", [], "")
-
-
-class ReadBandwidth:
-    """Reads a buffer once, in two ways: what the machine gives is the faster one's bandwidth."""
-
-    def __init__(self, device: torch.device, num_bytes: int = READ_BUFFER_BYTES) -> None:
-        rows = num_bytes // (4 * _READ_COLUMNS)
-        self.num_bytes = rows * 4 * _READ_COLUMNS
-        self._buffer = torch.ones(rows, _READ_COLUMNS, dtype=torch.float32, device=device)
-        self._ones = torch.ones(_READ_COLUMNS, dtype=torch.float32, device=device)
-
-    def tasks(self) -> dict[str, Task]:
-        flat = self._buffer.view(-1)
-        half = flat.numel() // 2
-        return {
-            "read as rows": lambda: torch.mv(self._buffer, self._ones),
-            "read as halves": lambda: torch.dot(flat[:half], flat[half : 2 * half]),
-        }
 
 
 @dataclass(frozen=True)

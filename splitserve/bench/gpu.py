@@ -19,9 +19,9 @@ from splitserve.bench.progress import Say
 from splitserve.bench.random_model import SMALL, TINY, write_random_model
 from splitserve.bench.report import Report, make_report
 from splitserve.bench.steps import EngineRow, StepBench
-from splitserve.bench.timing import Stopwatch
 from splitserve.bench.tokens import Reference, TokensRow
 from splitserve.bench.workload import choose_cases
+from splitserve.engine.stopwatch import Stopwatch
 from splitserve.models.description import ModelDescription
 from splitserve.models.locate import locate_model
 from splitserve.models.progress import progress_bar
@@ -151,5 +151,5 @@ def _measure_steps(
         runner = load_for(description, cases, dtype="auto", device=device, say=say)
     except ValueError as error:
         raise InvalidRequest(str(error)) from error
-    steps = StepBench(runner, description.directory, Stopwatch(device), chunk=plan.chunk, is_quick=is_quick)
+    steps = StepBench(runner, Stopwatch(device), chunk=plan.chunk, is_quick=is_quick)
     return [steps.run(case) for case in cases]

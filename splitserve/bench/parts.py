@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from splitserve.bench.timing import Stopwatch, Task
 from splitserve.engine.attention import AttentionBackend, AttentionPlan
 from splitserve.engine.packing import PackedBatch
 from splitserve.engine.pool import KVPool
 from splitserve.engine.runner import ModelRunner
+from splitserve.engine.stopwatch import Stopwatch, Task
 
 # In the order of a report. "glue" is rotary embeddings, activations, residuals (fused layers add one of two in a norm)
 # and the model's own Python; "prepare" is checks, packing, the attention's plan, and what else happens around the

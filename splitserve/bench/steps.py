@@ -6,27 +6,22 @@ Called by the engine's benchmark; owns the material of the floors, and has the m
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import torch
 
-from splitserve.bench.floor import (
-    READ_BUFFER_BYTES,
-    LinearLayers,
-    MatmulRate,
-    ReadBandwidth,
-    merge_siblings,
-    read_shape,
-)
+from splitserve.bench.floor import LinearLayers, MatmulRate, merge_siblings
 from splitserve.bench.parts import breakdown
-from splitserve.bench.timing import Rounds, Span, Stopwatch, Task, measure
+from splitserve.bench.timing import Rounds, Span, measure
 from splitserve.bench.workload import Case, decode_segments, prefill_chunks
 from splitserve.engine.batch import Segment
+from splitserve.engine.floor import Rates, StepFloor
 from splitserve.engine.pool import DTYPES
+from splitserve.engine.rates import READ_BYTES, ReadBandwidth
 from splitserve.engine.runner import ModelRunner
 from splitserve.engine.sampler import SampleRow, sample
 from splitserve.engine.sampling_params import SamplingParams
+from splitserve.engine.stopwatch import Stopwatch, Task
 
 _ROUNDS = {
     "decode": Rounds(at_least=5, at_most=50, seconds=5.0),
@@ -77,10 +72,8 @@ class _Floor:
 class StepBench:
     """What the cases share: the runner and the material of the floors."""
 
-    def __init__(
-        self, runner: ModelRunner, directory: Path, stopwatch: Stopwatch, *, chunk: int, is_quick: bool
-    ) -> None:
-        """`directory` is the model's; `chunk` is how many tokens of a prompt one forward computes.
+    def __init__(self, runner: ModelRunner, stopwatch: Stopwatch, *, chunk: int, is_quick: bool) -> None:
+        """`chunk` is how many tokens of a prompt one forward computes.
 
         Quick means two rounds, and too small a buffer to tell the machine's bandwidth.
         """
@@ -90,10 +83,10 @@ class StepBench:
         self._stopwatch = stopwatch
         device = stopwatch.device
         dtype = DTYPES[runner.layout.dtype]
-        self._shape = read_shape(directory, runner.layout)
+        self._shape = runner.report.shape
         shapes = {"linear": self._shape.linears, "merged linear": merge_siblings(self._shape.linears)}
         self._linears = {name: LinearLayers(each, dtype, device) for name, each in shapes.items()}
-        self._bandwidth = ReadBandwidth(device, _QUICK_READ_BYTES if is_quick else READ_BUFFER_BYTES)
+        self._bandwidth = ReadBandwidth.of_new_buffer(_QUICK_READ_BYTES if is_quick else READ_BYTES, device)
         self._matmuls = MatmulRate(self._shape, dtype, device)
 
     def expected_minutes(self, cases: Sequence[Case]) -> float:
@@ -102,10 +95,11 @@ class StepBench:
         _, spans = measure(reads | tiles, self._stopwatch, _QUICK_ROUNDS)
         bytes_per_ms = self._bandwidth.num_bytes / min(spans[name].min for name in reads)
         _, flops_per_ms = self._matmuls.best({name: spans[name].min for name in tiles})
+        floor = StepFloor(self._shape, Rates(bytes_per_ms * 1e3, flops_per_ms * 1e3))
         total_ms = 0.0
         for case in cases:
             rounds = _QUICK_ROUNDS if self._is_quick else _ROUNDS[case.kind]
-            floor_ms = self._shape.guess_ms(case, bytes_per_ms, flops_per_ms)
+            floor_ms = floor.seconds(case.sequences, case.num_logit_rows) * 1e3
             # A round is a step and its floor; the instrumented step and the first one come on top.
             total_ms += max(rounds.seconds * 1e3, rounds.at_least * 4 * floor_ms) + 4 * floor_ms
         return total_ms / 60e3
@@ -136,7 +130,8 @@ class StepBench:
         tiles = self._matmuls.tasks()
         rounds, spans = self._measure({"step": step} | linears | tiles | samplers, case)
         name, flops_per_ms = self._matmuls.best({name: spans[name].min for name in tiles})
-        attention = spans[name].scaled(self._shape.attention_flops(case.context) / flops_per_ms / spans[name].min)
+        attention_ms = self._shape.attention_flops(case.context, case.context) / flops_per_ms
+        attention = spans[name].scaled(attention_ms / spans[name].min)
         linear = min((spans[name] for name in linears), key=lambda span: span.min)
         parts = {"linear": linear, "attention": attention}
         floor = _Floor(parts, matmul_gflop_s=flops_per_ms / 1e6, matmul=name)
@@ -166,7 +161,7 @@ class StepBench:
             floor_ms=floor_ms,
             ratio=spans["step"].min / floor_ms.min,
             tokens_per_s=num_tokens / spans["step"].min * 1e3,
-            gflop_s=self._shape.flops(case) / spans["step"].min / 1e6,
+            gflop_s=self._shape.flops(case.sequences, case.num_logit_rows) / spans["step"].min / 1e6,
             floor_parts_ms=floor.parts,
             read_gb_s=floor.read_gb_s,
             matmul_gflop_s=floor.matmul_gflop_s,

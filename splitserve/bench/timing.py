@@ -5,12 +5,10 @@ Called by every benchmark; keeps no state.
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-
-Task = Callable[[], object]
+from splitserve.engine.stopwatch import Stopwatch, Task
 
 
 @dataclass(frozen=True)
@@ -34,26 +32,6 @@ class Rounds:
     at_least: int
     at_most: int
     seconds: float
-
-
-@dataclass(frozen=True)
-class Stopwatch:
-    """Times what runs on `device`: by the wall, or by the processor's own account, which leaves out other programs."""
-
-    device: torch.device
-    is_cpu_time: bool = False
-
-    def milliseconds(self, task: Task) -> float:
-        """One run of `task`, until the device has finished it."""
-        started = self.now_ms()
-        task()
-        return self.now_ms() - started
-
-    def now_ms(self) -> float:
-        """Once the device has finished what it was given."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return (time.process_time() if self.is_cpu_time else time.perf_counter()) * 1e3
 
 
 def measure(tasks: Mapping[str, Task], watch: Stopwatch, rounds: Rounds) -> tuple[int, dict[str, Span]]:

@@ -30,6 +30,15 @@ class Case:
     def __str__(self) -> str:
         return f"decode {self.batch}x{self.context}" if self.kind == "decode" else f"prefill {self.context}"
 
+    @property
+    def sequences(self) -> list[tuple[int, int]]:
+        """Of each, how many new tokens are computed, and its length with them."""
+        return [(1 if self.kind == "decode" else self.context, self.context)] * self.batch
+
+    @property
+    def num_logit_rows(self) -> int:
+        return self.batch
+
 
 def choose_cases(decode: str | None, prefill: str | None, max_model_len: int) -> list[Case]:
     """From lists such as "1x128,8x1024" and "256,2048"; "" means none, None the usual ones that fit the model.

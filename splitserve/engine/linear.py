@@ -110,6 +110,11 @@ class PackedLinear(nn.Module):
         """Bytes of the packed copy, padding included."""
         return int(torch.ops.mkldnn._nbytes(self._packed))
 
+    @property
+    def packed_address(self) -> int:
+        """Where they lie, for as long as the layer lives."""
+        return int(torch.ops.mkldnn.data_ptr(self._packed))
+
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """`[..., rows, in_features]` to `[..., rows, out_features]`, in the weight's dtype."""
         if self.pads_lone_row and rows.shape[-2] == 1:

@@ -20,6 +20,7 @@ from splitserve.engine.pool import DTYPES, KVPool
 from splitserve.engine.report import LoadReport, PartTimes, WeightBytes
 from splitserve.engine.runner import ModelRunner
 from splitserve.engine.selftest_result import ResultFolder, SelfTestResult, result_name
+from splitserve.engine.shape import read_shape
 from splitserve.engine.trust import SAFE, Trust
 
 # Rows below which a matmul may round differently than with more: packed layers look after a lone row themselves; plain
@@ -112,6 +113,7 @@ def load_runner(
     progress(f"loading weights as {dtype}")
     with times.part("weights"):
         model, loads_by_name = _load_model(directory, config, dtype, device, trust, known)
+    shape = read_shape(model, maker.layout, maker.num_heads)
     with times.part("packing"):
         layers = backends.prepare(model, dtype)
     progress(f"layers: {layers}")
@@ -127,6 +129,7 @@ def load_runner(
         layers=layers,
         weights=WeightBytes.of(model, backends.linear.packed_nbytes(model)),
         pool_nbytes=num_blocks * maker.layout.block_nbytes,
+        shape=shape,
         seconds=times.seconds,
     )
     with times.part("pool"):

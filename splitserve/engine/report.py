@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from splitserve.engine.fusing import Fusion
+from splitserve.engine.shape import ModelShape
 
 
 class PartTimes:
@@ -52,7 +53,7 @@ class WeightBytes:
 @dataclass(frozen=True)
 class LoadReport:
     """`linear` and `attention` name the back ends that compute; `linear_reason` says why the linear layers are not
-    packed, where they are not; `layers` how many decoder layers are fused."""
+    packed, where they are not; `layers` how many decoder layers are fused; `shape` is the model's."""
 
     linear: str = ""
     linear_reason: str = ""
@@ -60,4 +61,5 @@ class LoadReport:
     layers: Fusion = field(default_factory=Fusion)
     weights: WeightBytes = field(default_factory=lambda: WeightBytes(0, 0))
     pool_nbytes: int = 0
+    shape: ModelShape = field(default_factory=ModelShape)
     seconds: dict[str, float] = field(default_factory=dict)

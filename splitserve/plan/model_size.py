@@ -9,13 +9,13 @@ import torch
 from splitserve.engine import support
 from splitserve.engine.checkpoint import read_config
 from splitserve.engine.layout import KVLayout
+from splitserve.engine.shape import count_expert_weights
 from splitserve.engine.transformers_api import AutoModelForCausalLM
 from splitserve.engine.trust import SAFE
 from splitserve.service.errors import InvalidRequest
 
 WEIGHT_NBYTES = 2
 _DTYPE = "bfloat16"
-_EXPERTS = ".experts."
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,11 @@ def model_size(directory: Path, block_size: int) -> ModelSize:
         raise InvalidRequest(str(error), field="model") from error
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     num_read = num_parameters - _num_looked_up(model)
+    in_experts, in_chosen = count_expert_weights(model)
     head = model.get_output_embeddings()
     return ModelSize(
         num_parameters=num_parameters,
-        num_matmul=num_read - _num_idle(model, config),
+        num_matmul=num_read - in_experts + in_chosen,
         num_head=0 if head is None else head.weight.numel(),
         num_read=num_read,
         num_layers=config.num_hidden_layers,
@@ -74,13 +75,3 @@ def _num_looked_up(model: Any) -> int:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     is_tied = head is None or head.weight is embedding.weight
     return 0 if is_tied else int(embedding.weight.numel())
-
-
-def _num_idle(model: Any, config: Any) -> int:
-    """Of the experts that a token does not choose."""
-    chosen = getattr(config, "num_experts_per_tok", None)
-    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    if not chosen or not experts:
-        return 0
-    in_experts = sum(parameter.numel() for name, parameter in model.named_parameters() if _EXPERTS in name)
-    return int(in_experts * (1 - chosen / experts))

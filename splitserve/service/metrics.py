@@ -197,6 +197,13 @@ class StepMetrics:
             ["model"],
             registry=registry,
         )
+        floor = Counter(
+            "splitserve_worker_floor_seconds",
+            "The least time that those steps could take on this machine: rate(splitserve_worker_busy_seconds_total) / "
+            "rate(splitserve_worker_floor_seconds_total) says how many times that they took.",
+            ["model"],
+            registry=registry,
+        )
         sequences = Histogram(
             "splitserve_step_num_sequences",
             "Sequences that got their next token in one step, of the steps that had any.",
@@ -217,11 +224,13 @@ class StepMetrics:
             ["model"],
             registry=registry,
         )
-        self._busy, self._fragmentation = busy.labels(model), fragmentation.labels(model)
+        self._busy, self._floor = busy.labels(model), floor.labels(model)
+        self._fragmentation = fragmentation.labels(model)
         self._sequences, self._prompt_tokens = sequences.labels(model), prompt_tokens.labels(model)
 
-    def count_step(self, seconds: float, num_sequences: int, num_prompt_tokens: int) -> None:
+    def count_step(self, seconds: float, floor_s: float, num_sequences: int, num_prompt_tokens: int) -> None:
         self._busy.inc(seconds)
+        self._floor.inc(floor_s)
         if num_sequences:
             self._sequences.observe(num_sequences)
         if num_prompt_tokens:

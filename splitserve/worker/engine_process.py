@@ -191,7 +191,8 @@ class EngineLoop:
         size = self._engine.step()
         if size is None:
             return False
-        self._publish(reports.Step(self._now() - began, size.num_sequences, size.num_prompt_tokens))
+        seconds = self._now() - began
+        self._publish(reports.Step(seconds, size.num_sequences, size.num_prompt_tokens, size.floor_s))
         return True
 
     def _check_once_idle(self, wait_s: float) -> None:

@@ -13,8 +13,10 @@ from kvtransfer.events import KVEvent
 from kvtransfer.fingerprint import Fingerprint
 from kvtransfer.store import BlockStore
 from splitserve.engine.device import choose_device
+from splitserve.engine.floor import StepFloor
 from splitserve.engine.loading import load_runner
-from splitserve.engine.pool import KVPool
+from splitserve.engine.pool import DTYPES, KVPool
+from splitserve.engine.rates import measure_rates
 from splitserve.engine.report import PartTimes
 from splitserve.engine.runner import ModelRunner
 from splitserve.engine.staging import CudaLane, StagedStore
@@ -33,13 +35,14 @@ Publish = Callable[[reports.Report], None]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineContext:
-    """What a role's engine works with. `startup` names the parts of the start in order, in seconds; deadlines are times
-    of `clock`."""
+    """What a role's engine works with. `floor` knows the least time of a step here; `startup` names the parts of the
+    start in order, in seconds; deadlines are times of `clock`."""
 
     worker_id: str
     config: WorkerConfig
     description: ModelDescription
     runner: ModelRunner
+    floor: StepFloor
     agent: KVAgent
     fingerprint: Fingerprint
     publish: Publish
@@ -94,17 +97,27 @@ def build_context(
         agent.start()
     if config.cores:
         os.sched_setaffinity(0, config.cores)
+    with times.part("rates"):
+        floor = _step_floor(runner, progress)
     return EngineContext(
         worker_id=configure.worker_id,
         config=config,
         description=description,
         runner=runner,
+        floor=floor,
         agent=agent,
         fingerprint=fingerprint,
         publish=publish,
         max_model_len=min(config.max_model_len or runner.max_model_len, runner.max_model_len),
         startup=times.seconds,
     )
+
+
+def _step_floor(runner: ModelRunner, progress: Callable[[str], None]) -> StepFloor:
+    layers, dtype = runner.linear.layers(runner.model), DTYPES[runner.layout.dtype]
+    rates = measure_rates(layers, dtype, runner.pool.tensor.device)
+    progress(f"rates: {rates}")
+    return StepFloor(runner.report.shape, rates)
 
 
 def ready_report(context: EngineContext) -> reports.Ready:

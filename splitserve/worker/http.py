@@ -91,8 +91,10 @@ class WorkerHttp:
                 self._metrics.count_cache_lookup(num_tokens=num_tokens, num_cached_tokens=num_cached)
             case reports.Ignored(kind=kind):
                 self._metrics.count_ignored(kind)
-            case reports.Step(seconds=seconds, num_sequences=num_sequences, num_prompt_tokens=num_prompt_tokens):
-                self._step_metrics.count_step(seconds, num_sequences, num_prompt_tokens)
+            case reports.Step():
+                self._step_metrics.count_step(
+                    report.seconds, report.floor_s, report.num_sequences, report.num_prompt_tokens
+                )
             case reports.Slots(num_taken=num_taken, num_empty=num_empty):
                 self._step_metrics.set_slots(taken=num_taken, empty=num_empty)
             case reports.FirstTokens(tokens=tokens, num_computed_tokens=num_computed):

@@ -9,10 +9,12 @@ from splitserve.worker import reports
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """What one step computed: the next token of each of so many sequences, and tokens of prompts."""
+    """What one step computed: the next token of each of so many sequences, and tokens of prompts; and the least time
+    that this could take here (see `engine.floor`)."""
 
     num_sequences: int
     num_prompt_tokens: int
+    floor_s: float
 
 
 def load_report(

@@ -171,6 +171,7 @@ class Step(Message, frozen=True):
     seconds: float
     num_sequences: int
     num_prompt_tokens: int
+    floor_s: float
 
 
 class Slots(Message, frozen=True):

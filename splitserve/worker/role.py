@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import structlog
 
 from splitserve.engine.allocator import BlockAllocator
+from splitserve.engine.batch import Segment
 from splitserve.engine.block_keys import KeyChain
 from splitserve.service.reasons import Reason
 from splitserve.worker import commands, reports
@@ -70,6 +71,11 @@ class EngineBase(ABC):
             block_size=self._layout.block_size,
             max_model_len=self._context.max_model_len,
         )
+
+    def _floor_s(self, segments: Sequence[Segment]) -> float:
+        """Of a forward over them."""
+        sequences = [(len(segment.token_ids), segment.end) for segment in segments]
+        return self._context.floor.seconds(sequences, sum(segment.num_logits for segment in segments))
 
     # The prefix cache
 

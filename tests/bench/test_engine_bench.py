@@ -12,9 +12,10 @@ import torch
 
 from splitserve.bench import engine, floor, steps, tables, workload
 from splitserve.bench.parts import PARTS
-from splitserve.bench.timing import Rounds, Span, Stopwatch, measure
+from splitserve.bench.timing import Rounds, Span, measure
 from splitserve.cli.main import INTERRUPTED, make_app
-from splitserve.engine.layout import KVLayout
+from splitserve.engine.shape import LinearShape, ModelShape
+from splitserve.engine.stopwatch import Stopwatch
 from splitserve.service.errors import InvalidRequest
 from tests.tiny_models import build
 
@@ -103,9 +104,14 @@ def test_table_is_wider_than_a_terminal(report: dict[str, Any], capsys: pytest.C
     assert max(map(len, printed.splitlines())) <= 80
 
 
-def test_floor_forgets_a_layer_or_shares_its_weights(tiny: Path) -> None:
+@pytest.fixture(scope="module")
+def shape(tiny: Path) -> ModelShape:
+    runner = engine.load_runner(tiny, dtype="float32", device="cpu", block_size=16, kv_cache_bytes=1 << 20)
+    return runner.report.shape
+
+
+def test_floor_forgets_a_layer_or_shares_its_weights(shape: ModelShape) -> None:
     """Every linear layer of the model is there once, each with memory of its own, and computes its own shape."""
-    shape = floor.read_shape(tiny, KVLayout(2, 2, 16, 16, "float32"))
     names = [linear.name for linear in shape.linears]
     assert len(names) == len(set(names)) == 2 * 7 + 1
     assert [linear.name for linear in shape.linears if linear.is_head] == ["lm_head"]
@@ -117,9 +123,8 @@ def test_floor_forgets_a_layer_or_shares_its_weights(tiny: Path) -> None:
     layers.task([(5, 0), (3, 1)])()
 
 
-def test_chunks_of_one_size_are_packed_again_and_again(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_one_size_are_packed_again_and_again(shape: ModelShape, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long prompt has many; each packing is one more copy of all weights."""
-    shape = floor.read_shape(tiny, KVLayout(2, 2, 16, 16, "float32"))
     packed: list[int] = []
     pack = floor._layer
     monkeypatch.setattr(floor, "_layer", lambda x, *rest: packed.append(x.shape[0]) or pack(x, *rest))
@@ -135,23 +140,6 @@ def test_packed_layer_computes_something_else(dtype: torch.dtype, has_bias: bool
     torch.testing.assert_close(floor._layer(x, weight, bias)(), torch.nn.functional.linear(x, weight, bias))
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 7, 100])
-def test_useful_work_is_miscounted(window: int | None) -> None:
-    shape = floor.ModelShape(linears=(), windows=(None, window), num_heads=3, head_dim=8, layer_token_nbytes=10)
-    visible = [[min(position + 1, w or 10**9) for position in range(12)] for w in (None, window)]
-    assert shape.attention_flops(12) == 4 * 8 * 3 * sum(map(sum, visible))
-    decode = workload.Case("decode", 5, 12)
-    assert shape.flops(decode) == 5 * 4 * 8 * 3 * sum(layer[-1] for layer in visible)
-    assert shape.flops(workload.Case("prefill", 1, 12)) == shape.attention_flops(12)
-    assert shape.kv_nbytes(12) == 10 * sum(layer[-1] for layer in visible)
-
-
-def test_window_of_a_model_is_not_seen(tmp_path: Path) -> None:
-    for family, windows in {"llama": (None, None), "mistral": (20, 20), "gemma2": (20, None)}.items():
-        layout = KVLayout(2, 2, 16, 16, "float32")
-        assert floor.read_shape(build(family, tmp_path / family), layout).windows == windows
-
-
 def test_sequences_share_blocks(tiny: Path) -> None:
     """Shared blocks would be read once from memory and then from a cache."""
     runner = engine.load_runner(tiny, dtype="float32", device="cpu", block_size=16, kv_cache_bytes=1 << 20)
@@ -163,6 +151,12 @@ def test_sequences_share_blocks(tiny: Path) -> None:
     assert [(chunk.start, chunk.end, chunk.wants_logits) for chunk in chunks] == [
         (0, 48, False), (48, 96, False), (96, 100, True),
     ]  # fmt: skip
+
+
+def test_case_is_another_step_than_it_says() -> None:
+    decode, prefill = workload.choose_cases("3x20", "40", 2048)
+    assert (decode.sequences, decode.num_logit_rows) == ([(1, 20)] * 3, 3)
+    assert (prefill.sequences, prefill.num_logit_rows) == ([(40, 40)], 1)
 
 
 def test_cases_are_read_wrongly() -> None:
@@ -228,8 +222,8 @@ def test_interrupted_run_loses_its_rows(tiny: Path, tmp_path: Path, monkeypatch:
 
 def test_merged_layers_are_not_the_models() -> None:
     names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj")
-    shapes = [floor.LinearShape(f"layers.{i}.{name}", 8, 16, False, False) for i in range(2) for name in names]
-    merged = floor.merge_siblings([*shapes, floor.LinearShape("lm_head", 99, 16, False, True)])
+    shapes = [LinearShape(f"layers.{i}.{name}", 8, 16, False, False) for i in range(2) for name in names]
+    merged = floor.merge_siblings([*shapes, LinearShape("lm_head", 99, 16, False, True)])
     assert [(shape.out_features, shape.in_features) for shape in merged] == [(24, 16), (8, 16), (8, 16)] * 2 + [
         (99, 16)
     ]

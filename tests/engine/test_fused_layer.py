@@ -18,12 +18,12 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from splitserve.bench.parts import breakdown
-from splitserve.bench.timing import Stopwatch
 from splitserve.engine.batch import Segment
 from splitserve.engine.cpu_attention import CpuAttention
 from splitserve.engine.fused_layer import FusedDecoderLayer, FusedNorm
 from splitserve.engine.fusing import Fusion, fuse_layers
 from splitserve.engine.runner import ModelRunner
+from splitserve.engine.stopwatch import Stopwatch
 from splitserve.engine.torch_attention import TorchAttention
 from tests.compiled import KERNEL_FOLDER
 from tests.engine.driver import load, random_prompt

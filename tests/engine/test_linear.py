@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from splitserve.bench.parts import breakdown
-from splitserve.bench.timing import Stopwatch
 from splitserve.engine import linear, selftest
 from splitserve.engine.batch import Segment
 from splitserve.engine.linear import OneDnnBackend, PackedLinear, PlainBackend, choose_linear
 from splitserve.engine.loading import load_runner
 from splitserve.engine.runner import ModelRunner
+from splitserve.engine.stopwatch import Stopwatch
 from tests.compiled import KERNEL_FOLDER
 from tests.engine.driver import load
 from tests.exactness import why_not_exact

@@ -11,6 +11,8 @@ from typing import Any
 from decode_worker.flow import DecodeEngine
 from prefill_worker.flow import PrefillEngine
 from splitserve.engine.block_keys import KeyChain
+from splitserve.engine.floor import Rates, StepFloor
+from splitserve.engine.shape import ModelShape
 from splitserve.v1 import cluster_pb2 as pb
 from splitserve.worker import commands, reports, translate
 from splitserve.worker.clock import Signs
@@ -88,6 +90,7 @@ class SimulatedWorker:
             config=CONFIG,
             description=MODEL,
             runner=HashRunner(self.pool),  # type: ignore[arg-type]
+            floor=StepFloor(ModelShape(), Rates(1.0, 1.0)),
             agent=self.agent,
             fingerprint=FINGERPRINT,
             publish=self._on_report,

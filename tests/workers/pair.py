@@ -23,6 +23,7 @@ from kvtransfer.settings import KVSettings
 from kvtransfer.store import BlockStore
 from kvtransfer.ticket import Ticket
 from prefill_worker.flow import PrefillEngine
+from splitserve.engine.floor import Rates, StepFloor
 from splitserve.engine.loading import load_runner
 from splitserve.engine.pool import KVPool
 from splitserve.engine.runner import ModelRunner
@@ -36,6 +37,7 @@ from splitserve.worker.reports import Report
 from tests.compiled import KERNEL_FOLDER
 
 PATIENCE_S = 60.0
+RATES = Rates(bytes_per_s=2e9, flops_per_s=3e10)
 
 
 class NoClock:
@@ -145,6 +147,7 @@ class Pair:
             config=config,
             description=description,
             runner=runner,
+            floor=StepFloor(runner.report.shape, RATES),
             agent=agent,
             fingerprint=fingerprint,
             publish=published.append,

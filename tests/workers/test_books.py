@@ -223,7 +223,7 @@ class FakeEngine:
     def step(self) -> StepSize:
         self.calls.append("step")
         self.work -= 1
-        return StepSize(1, 0)
+        return StepSize(1, 0, 0.0)
 
     def report_load(self) -> None:
         pass

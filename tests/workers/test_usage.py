@@ -13,12 +13,16 @@ from splitserve.worker.engine_process import EngineLoop, RoleEngine
 from splitserve.worker.engine_setup import ready_report
 from splitserve.worker.http import WorkerHttp
 from splitserve.worker.load import StepSize
-from tests.workers.pair import EngineRig, NoClock, Pair, limits
+from tests.workers.pair import RATES, EngineRig, NoClock, Pair, limits
 from tests.workers.test_hand_off import B, prompt_of
 
 MakePair = Callable[..., Pair]
 
 ENDLESS = 900
+
+# Of the tiny Llama: two layers' matrices and the head's, and one token's K and V.
+WEIGHTS_NBYTES = 4 * (2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96) + 64 * 384)
+TOKEN_NBYTES = 4 * 2 * 2 * 2 * 16
 
 
 class TimedEngine:
@@ -52,10 +56,10 @@ def test_waiting_counts_as_busy_or_a_step_does_not() -> None:
     clock = cast(StepClock, NoClock())
     loop = EngineLoop(cast(RoleEngine, engine), said.append, queue.SimpleQueue(), clock, lambda: engine.now)
     loop.turn(wait_s=0.0)
-    engine.steps = [(2.0, StepSize(3, 40)), (9.0, None), (0.25, StepSize(1, 0))]
+    engine.steps = [(2.0, StepSize(3, 40, 1.5)), (9.0, None), (0.25, StepSize(1, 0, 0.2))]
     for _ in range(4):
         loop.turn(wait_s=0.0)
-    assert said == [reports.Step(2.0, 3, 40), reports.Step(0.25, 1, 0)]
+    assert said == [reports.Step(2.0, 3, 40, 1.5), reports.Step(0.25, 1, 0, 0.2)]
 
 
 def test_step_is_larger_or_smaller_than_what_it_computed(make_pair: MakePair) -> None:
@@ -67,14 +71,17 @@ def test_step_is_larger_or_smaller_than_what_it_computed(make_pair: MakePair) ->
     assert {num_sequences for num_sequences, _ in prefill} == {0}
     assert sum(num for _, num in prefill) == 80
     assert max(num for _, num in prefill) == 24
+    num_keys = sum(40 + len(pair.tokens(attempt)) for attempt in running)
     pair.decode.reports.clear()
     pair.turn()
     (step,) = pair.decode.said(reports.Step)
     assert (step.num_sequences, step.num_prompt_tokens) == (2, 0)
+    assert step.floor_s == pytest.approx((WEIGHTS_NBYTES + num_keys * TOKEN_NBYTES) / RATES.bytes_per_s)
     pair.begin(prompt_of(30), is_local=True, max_tokens=2)
     pair.until(lambda: sum(step.num_prompt_tokens for step in pair.decode.said(reports.Step)) == 30)
     both = [(step.num_sequences, step.num_prompt_tokens) for step in pair.decode.said(reports.Step)[1:]]
     assert both == [(2, 22), (2, 8)]
+    assert pair.decode.said(reports.Step)[1].floor_s > step.floor_s + 22 * TOKEN_NBYTES / RATES.bytes_per_s
 
 
 def slots(rig: EngineRig) -> tuple[int, int]:
@@ -134,7 +141,7 @@ def test_metrics_page_lacks_what_the_engine_says(make_pair: MakePair) -> None:
     pair.until(lambda: pair.is_finished(attempt))
     http = WorkerHttp(ready_report(pair.decode.engine._context), list, lambda: False, lambda: Signs(0, 0.0, 0.0), 10.0)
     http.count(reports.Slots(64, 16))
-    for report in (*pair.prefill.reports, *pair.decode.reports, reports.Step(1000.0, 5, 0)):
+    for report in (*pair.prefill.reports, *pair.decode.reports, reports.Step(1000.0, 5, 0, 500.0)):
         if isinstance(report, get_args(reports.Countable)) and not isinstance(report, reports.Slots):
             http.count(report)
     page = render(http._registry).decode()
@@ -144,8 +151,12 @@ def test_metrics_page_lacks_what_the_engine_says(make_pair: MakePair) -> None:
     assert 'splitserve_step_num_sequences_bucket{le="1.0",model="tiny"} 2.0' in page
     assert 'splitserve_step_num_prompt_tokens_count{model="tiny"} 1.0' in page
     assert 'splitserve_step_num_prompt_tokens_sum{model="tiny"} 20.0' in page
-    busy = sum(step.seconds for rig in (pair.prefill, pair.decode) for step in rig.said(reports.Step))
-    (line,) = [line for line in page.splitlines() if line.startswith("splitserve_worker_busy_seconds_total")]
-    assert float(line.rpartition(" ")[2]) == pytest.approx(1000.0 + busy, rel=1e-9)
+    steps = [step for rig in (pair.prefill, pair.decode) for step in rig.said(reports.Step)]
+    for name, seconds in {
+        "busy": 1000.0 + sum(step.seconds for step in steps),
+        "floor": 500.0 + sum(step.floor_s for step in steps),
+    }.items():
+        (line,) = [line for line in page.splitlines() if line.startswith(f"splitserve_worker_{name}_seconds_total")]
+        assert float(line.rpartition(" ")[2]) == pytest.approx(seconds, rel=1e-9)
     http.count(reports.Slots(0, 0))
     assert 'splitserve_kv_cache_fragmentation_perc{model="tiny"} 0.0' in render(http._registry).decode()
