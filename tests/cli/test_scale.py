@@ -79,6 +79,8 @@ def test_worker_that_was_let_go_came_back_or_was_the_oldest(start: Start, scale:
     up.process.send_signal(signal.SIGTERM)
     assert up.end() == 0
     assert len(up.starts("decode")) == 4
+    restarts = [line.partition("| ")[2].partition(" ")[0] for line in up.lines if "starting it again" in line]
+    assert restarts == ["decode-0"]
     assert [pid for pid in up.pids() if is_alive(pid)] == []
 
 
@@ -187,7 +189,7 @@ def test_drain_that_was_set_was_not_waited_for(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_ctrl_c_waited_for_a_worker_that_drains(start: Start, scale: Scale) -> None:
-    up = ready(start(env={"FAKE_DECODE": "stubborn"}, decode=2))
+    up = ready(start(env={"FAKE_DECODE": "stubborn", "SPLITSERVE_DRAIN_TIMEOUT": "10m"}, decode=2))
     waiting = scale("decode=1")
     up.wait_for("decode-1 drains")
     up.process.send_signal(signal.SIGINT)
