@@ -52,7 +52,7 @@ def test_other_role_or_a_running_worker_was_touched(engine: FakeDocker) -> None:
     (command,) = engine.commands
     assert command == (
         f"docker compose --ansi never --project-name splitserve --file {engine.folder}/compose.yaml "
-        f"--project-directory {engine.folder} up --no-start --no-recreate --no-deps --no-build --scale decode=3 decode"
+        f"--project-directory {engine.folder} up --no-start --no-recreate --no-build --scale decode=3 decode"
     ).split(" ")
     assert said == [
         "decode: 1 → 3",

@@ -92,12 +92,16 @@ class ComposeProject:
                 say(f"{replica.name} is {end}")
 
     def _create(self, role: str, wanted: int) -> None:
-        """Makes containers and starts none: it is to be seen first whether they are like the others."""
+        """Makes containers and starts none: it is to be seen first whether they are like the others.
+
+        Not with --no-deps: compose would forget what the service depends on, count that as another configuration, and
+        make the workers anew at the next `docker compose up`.
+        """
         project = next(iter(self._replicas("router")), None)
         if project is None:
             raise NotFound(f"{self} has no router any more")
         command = ["docker", "compose", "--ansi", "never", "--project-name", self.name, *self._where(project)]
-        command += ["up", "--no-start", "--no-recreate", "--no-deps", "--no-build", "--scale", f"{role}={wanted}", role]
+        command += ["up", "--no-start", "--no-recreate", "--no-build", "--scale", f"{role}={wanted}", role]
         self._run(command, _CREATE_TIMEOUT_S)
 
     def _where(self, of: Replica) -> list[str]:
