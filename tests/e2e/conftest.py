@@ -5,15 +5,15 @@ from collections.abc import Generator, Iterator
 import pytest
 
 from tests.e2e.engine import why_no_engine
-from tests.e2e.project import Project
+from tests.e2e.project import Project, eventually
 
 
 @pytest.fixture(scope="session")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    """Up, with a prefill and a decode worker. Skips where no engine can be had."""
+    """Up, as compose.cpu.yaml says: a prefill worker and two decode workers. Skips where no engine can be had."""
     if reason := why_no_engine():
         pytest.skip(reason)
-    project = Project(tmp_path_factory.mktemp("wheels"))
+    project = Project(tmp_path_factory.mktemp("wheels"), tmp_path_factory.mktemp("prometheus"))
     try:
         project.build()
         project.fill_cache()
@@ -25,6 +25,15 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
         yield project
     finally:
         project.down()
+
+
+@pytest.fixture
+def cluster(project: Project) -> Project:
+    """The project, whole again whatever the test before has left, and idle."""
+    project.up("--no-recreate")
+    eventually("the workers of compose.cpu.yaml are ready", lambda: project.counts() == {"prefill": 1, "decode": 2})
+    eventually("nothing is held", project.is_drained)
+    return project
 
 
 @pytest.hookimpl(wrapper=True)

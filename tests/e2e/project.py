@@ -1,5 +1,6 @@
-"""A compose project under test: its own name, its own ports, its own volume, and nothing of it left afterwards."""
+"""A compose project under test: its own name, its own ports, its own volumes, and nothing of it left afterwards."""
 
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import httpx
 
 ROOT = Path(__file__).parents[2]
 IMAGE = "splitserve:e2e"
+OBSERVABILITY = ("compose.observability.yaml", "tests/e2e/prometheus.override.yaml")
+"""The files that bring Prometheus besides."""
 PATIENCE_S = 60.0
 COMMAND_TIMEOUT_S = 900.0
 # The wheel of torch that pip has on this machine without asking an index, if it has one, spares the build a download.
@@ -32,16 +35,24 @@ _LOCAL_TORCH = (
 
 @dataclass
 class Project:
-    """`wheels` is an empty folder that the build may look into for wheels."""
+    """`wheels` and `prometheus` are empty folders: the build may look into the one for wheels, the other is for that
+    program."""
 
     wheels: Path
+    prometheus: Path
     name: str = field(default_factory=lambda: f"splitserve-e2e-{uuid.uuid4().hex[:8]}")
 
-    def compose(self, *args: str, check: bool = True) -> str:
-        """Runs `docker compose` and returns what it wrote to stdout; a failure shows both streams."""
-        files = ("--file", "compose.yaml", "--file", "tests/e2e/compose.override.yaml")
+    def compose(self, *args: str, also: tuple[str, ...] = (), check: bool = True) -> str:
+        """Runs `docker compose`, with these files `also`, and returns what it wrote to stdout; a failure shows both
+        streams."""
+        files = ("compose.cpu.yaml", "tests/e2e/compose.override.yaml", *also)
+        named = [word for file in files for word in ("--file", file)]
+        return self.docker("compose", "--ansi", "never", "--project-name", self.name, *named, *args, check=check)
+
+    def docker(self, *args: str, check: bool = True, errors: bool = False) -> str:
+        """What a command wrote to stdout, with `errors` also what it wrote to stderr."""
         done = subprocess.run(
-            ["docker", "compose", "--ansi", "never", "--project-name", self.name, *files, *args],
+            ["docker", *args],
             cwd=ROOT,
             env=self._environment(),
             stdin=subprocess.DEVNULL,
@@ -50,15 +61,16 @@ class Project:
             timeout=COMMAND_TIMEOUT_S,
         )
         if check and done.returncode != 0:
-            raise AssertionError(f"docker compose {' '.join(args)}: exit {done.returncode}\n{done.stdout}{done.stderr}")
-        return done.stdout
+            raise AssertionError(f"docker {' '.join(args)}: exit {done.returncode}\n{done.stdout}{done.stderr}")
+        return done.stdout + (done.stderr if errors else "")
 
     def _environment(self) -> dict[str, str]:
         """The caller's, less its settings of splitserve: what is tested is the file's own defaults."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("SPLITSERVE_")}
         # Port 0: the engine chooses, so that a cluster that runs here already is not in the way.
         own = {"SPLITSERVE_IMAGE": IMAGE, "SPLITSERVE_GRPC_PORT": "0", "SPLITSERVE_HTTP_PORT": "0"}
-        return kept | own | {"SPLITSERVE_TEST_WHEELS": str(self.wheels)}
+        folders = {"SPLITSERVE_TEST_WHEELS": str(self.wheels), "SPLITSERVE_TEST_PROMETHEUS": str(self.prometheus)}
+        return kept | own | folders
 
     # Steps
 
@@ -69,15 +81,14 @@ class Project:
 
     def fill_cache(self) -> None:
         """Copies the default model from this machine's cache: containers may have no way to the internet."""
-        fetch = [sys.executable, "-P", "-m", "splitserve.models", "fetch"]
-        directory = subprocess.run(fetch, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+        directory = model_directory()
         models = "/var/cache/splitserve/models"
-        copy = f"mkdir -p {models} && cp -R /from {models}/{Path(directory).name}"
+        copy = f"mkdir -p {models} && cp -R /from {models}/{directory.name}"
         mount = f"{directory}:/from:ro"
         self.compose("run", "--rm", "--no-deps", "-T", "--volume", mount, "--entrypoint", "sh", "model", "-c", copy)
 
-    def up(self, *args: str) -> None:
-        self.compose("up", "--detach", "--wait", "--wait-timeout", "240", "--no-build", *args)
+    def up(self, *args: str, also: tuple[str, ...] = ()) -> None:
+        self.compose("up", "--detach", "--wait", "--wait-timeout", "240", "--no-build", *args, also=also)
 
     def scale(self, *words: str) -> str:
         """What `splitserve scale` writes, as a user of this project runs it, in any folder; it must end well."""
@@ -94,12 +105,17 @@ class Project:
         return done.stdout
 
     def down(self) -> None:
-        self.compose("down", "--volumes", "--remove-orphans", "--rmi", "all")
+        self.compose("down", "--volumes", "--remove-orphans", "--rmi", "all", also=OBSERVABILITY)
 
     # Views
 
-    def logs(self) -> str:
-        return self.compose("logs", "--no-color", "--tail", "50", check=False)
+    def logs(self, num_lines: str = "50") -> str:
+        return self.compose("logs", "--no-color", "--tail", num_lines, check=False)
+
+    def containers(self, *services: str) -> list[dict[str, Any]]:
+        """As `docker compose ps` has them, ended ones too, by service and number."""
+        lines = self.compose("ps", "--all", "--format", "json", *services).splitlines()
+        return sorted((json.loads(line) for line in lines), key=lambda container: str(container["Name"]))
 
     def published(self, port: int) -> str:
         """HOST:PORT where a port of the router can be reached from here."""
@@ -114,10 +130,36 @@ class Project:
     def workers(self, role: str) -> list[dict[str, Any]]:
         return [worker for worker in self.cluster()["workers"] if worker["role"] == role]
 
+    def counts(self) -> dict[str, int]:
+        """Workers that are ready, by role."""
+        ready = [worker["role"] for worker in self.cluster()["workers"] if worker["state"] == "ready"]
+        return {role: ready.count(role) for role in ("prefill", "decode")}
+
+    def is_drained(self) -> bool:
+        """No block is held anywhere, nothing waits, nothing runs."""
+        state = self.cluster()
+        pool, workers = state["pool"], state["workers"]
+        idle = all(worker["running"] == worker["waiting"] == worker["attempts"] == 0 for worker in workers)
+        return idle and not state["queue"]["requests"] and pool["free"] + pool["cached"] == pool["total"]
+
+
+def model_directory() -> Path:
+    """The default model on this machine."""
+    fetch = [sys.executable, "-P", "-m", "splitserve.models", "fetch"]
+    return Path(subprocess.run(fetch, check=True, stdout=subprocess.PIPE, text=True).stdout.strip())
+
 
 def eventually(what: str, holds: Callable[[], bool]) -> None:
-    """Waits until `holds`: load and links reach the router a moment after they change."""
+    """Waits until `holds`: load and links reach the router a moment after they change. A router that does not answer
+    holds nothing."""
     deadline = time.monotonic() + PATIENCE_S
-    while not holds():
+    while not _answers(holds):
         assert time.monotonic() < deadline, f"not within {PATIENCE_S:.0f} s: {what}"
         time.sleep(0.2)
+
+
+def _answers(holds: Callable[[], bool]) -> bool:
+    try:
+        return holds()
+    except httpx.TransportError:
+        return False

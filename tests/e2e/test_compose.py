@@ -1,12 +1,16 @@
 """`docker compose up` on a real engine: the image, the published ports, the walls between networks, and scaling."""
 
+import http.client
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from splitserve import Client
 from splitserve.client.types import Message
+from splitserve.service.errors import InvalidRequest
+from splitserve.service.secret import SECRET_NAME
 from tests.e2e.project import Project, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
@@ -47,10 +51,14 @@ def received(project: Project) -> dict[str, int]:
     return {worker["id"]: worker["kv_bytes_received"] for worker in project.workers("decode")}
 
 
-def test_text_came_in_one_piece_or_its_kv_did_not_cross_containers(project: Project) -> None:
-    (prefill,), (decode,) = project.workers("prefill"), project.workers("decode")
+def test_text_came_in_one_piece_or_its_kv_did_not_cross_containers(cluster: Project) -> None:
+    def kv_bytes() -> tuple[int, int]:
+        workers = cluster.cluster()["workers"]
+        return sum(w["kv_bytes_sent"] for w in workers), sum(w["kv_bytes_received"] for w in workers)
+
+    sent, num_received = kv_bytes()
     with (
-        Client(project.published(50051)) as client,
+        Client(cluster.published(50051)) as client,
         client.stream_chat(QUESTION, temperature=0, max_tokens=32) as stream,
     ):
         pieces = [chunk.text for chunk in stream if chunk.text]
@@ -61,47 +69,50 @@ def test_text_came_in_one_piece_or_its_kv_did_not_cross_containers(project: Proj
     assert whole.attempts == 1
 
     def bytes_agree() -> bool:
-        (source,), (sink,) = project.workers("prefill"), project.workers("decode")
-        sent: int = source["kv_bytes_sent"] - prefill["kv_bytes_sent"]
-        num_received: int = sink["kv_bytes_received"] - decode["kv_bytes_received"]
-        return 0 < sent == num_received
+        now = kv_bytes()
+        return 0 < now[0] - sent == now[1] - num_received
 
-    eventually("the decode worker received the KV bytes that the prefill worker sent", bytes_agree)
-    (source,) = project.workers("prefill")
-    assert source["links"][decode["id"]] == {"reachable": True, "detail": "tcp"}
+    eventually("a decode worker received the KV bytes that the prefill worker sent", bytes_agree)
 
 
-def test_second_decode_worker_did_not_join_or_got_no_requests(project: Project) -> None:
-    (first,) = received(project)
-    project.up("--no-recreate", "--scale", "decode=2")
+def test_blocks_take_the_network_between_containers_of_one_host(cluster: Project) -> None:
+    def links() -> list[tuple[bool, str]]:
+        (source,) = cluster.workers("prefill")
+        sinks = [worker["id"] for worker in cluster.workers("decode")]
+        return [(link["reachable"], link["detail"]) for sink in sinks if (link := source["links"].get(sink))]
+
+    eventually("both decode workers are linked", lambda: len(links()) == 2)
+    assert links() == [(True, "ipc")] * 2
+
+
+def test_third_decode_worker_did_not_join_or_got_no_requests(cluster: Project) -> None:
+    first = received(cluster)
+    cluster.up("--no-recreate", "--scale", "decode=3")
     try:
-        eventually(
-            "two decode workers are ready",
-            lambda: [worker["state"] for worker in project.workers("decode")] == ["ready", "ready"],
-        )
-        before = received(project)
-        assert first in before, "the first worker was replaced"
-        with ThreadPoolExecutor(8) as pool:
-            answers = list(pool.map(lambda _: answer(project), range(8)))
+        eventually("three decode workers are ready", lambda: cluster.counts()["decode"] == 3)
+        before = received(cluster)
+        assert first.keys() < before.keys(), "a worker was replaced"
+        with ThreadPoolExecutor(9) as pool:
+            answers = list(pool.map(lambda _: answer(cluster), range(12)))
         assert all("Paris" in text for text in answers)
 
-        def both_received() -> bool:
-            now = received(project)
+        def all_received() -> bool:
+            now = received(cluster)
             return all(now[worker] > before[worker] for worker in before)
 
-        eventually("both decode workers received KV bytes", both_received)
+        eventually("every decode worker received KV bytes", all_received)
     finally:
-        project.up("--no-recreate", "--scale", "decode=1")
-    eventually("the second worker left", lambda: len(project.workers("decode")) == 1)
-    assert "Paris" in answer(project)
+        cluster.up("--no-recreate", "--scale", "decode=1")
+    eventually("two workers left", lambda: len(cluster.workers("decode")) == 1)
+    assert "Paris" in answer(cluster)
 
 
-def test_port_without_authentication_could_be_reached(project: Project) -> None:
+def test_port_without_authentication_could_be_reached(cluster: Project) -> None:
     # `model` shares the network of the published ports with the router, as an application's container would.
-    assert project.compose(
+    assert cluster.compose(
         "run", "--rm", "--no-deps", "-T", "--entrypoint", "python", "model", "-c", CONNECT
     ).split() == ["open", "refused"]
-    containers = [json.loads(line) for line in project.compose("ps", "--format", "json").splitlines()]
+    containers = cluster.containers()
     published = {
         (container["Service"], port["URL"], port["TargetPort"])
         for container in containers
@@ -112,22 +123,72 @@ def test_port_without_authentication_could_be_reached(project: Project) -> None:
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_container_could_do_more_than_it_needs(project: Project, service: str) -> None:
+def test_container_could_do_more_than_it_needs(cluster: Project, service: str) -> None:
     uid, capabilities, no_new_privileges, written = json.loads(
-        project.compose("exec", "-T", service, "python", "-c", PROCESS)
+        cluster.compose("exec", "-T", service, "python", "-c", PROCESS)
     )
     assert (uid, capabilities, no_new_privileges, written) == (10001, 0, 1, False)
 
 
-def test_command_was_missing_in_the_image(project: Project) -> None:
+def test_command_was_missing_in_the_image(cluster: Project) -> None:
     generate = ("splitserve", "generate", "Once upon a time", "--quiet", "--max-tokens", "8", "--ignore-eos")
-    assert project.compose("exec", "-T", "router", *generate).strip()
+    assert cluster.compose("exec", "-T", "router", *generate).strip()
 
 
-def test_cluster_was_killed_at_stop_or_did_not_come_back(project: Project) -> None:
-    project.compose("stop")
-    containers = [json.loads(line) for line in project.compose("ps", "--all", "--format", "json").splitlines()]
-    exits = {container["Service"]: container["ExitCode"] for container in containers}
-    project.up()
-    assert exits == dict.fromkeys((*SERVICES, "model"), 0)
-    assert "Paris" in answer(project)
+def test_secret_was_replaced_or_is_open_to_others(cluster: Project) -> None:
+    look = f"stat -c '%a %u %s' /run/splitserve/secret/{SECRET_NAME}; sha256sum /run/splitserve/secret/{SECRET_NAME}"
+
+    def seen(service: str) -> list[str]:
+        return cluster.compose("exec", "-T", service, "sh", "-c", look).splitlines()
+
+    before = {service: seen(service) for service in SERVICES}
+    assert all(lines[0] == "400 10001 32" for lines in before.values())
+    assert len({lines[1] for lines in before.values()}) == 1
+    assert cluster.compose("run", "--rm", "--no-deps", "-T", "secret").endswith(f"{SECRET_NAME}: kept\n")
+    assert {service: seen(service) for service in SERVICES} == before
+    spoil = f"echo x > /run/splitserve/secret/{SECRET_NAME}"
+    cluster.compose("exec", "-T", "decode", "sh", "-c", spoil, check=False)
+    assert {service: seen(service) for service in SERVICES} == before
+
+
+def test_prompt_or_answer_is_in_a_log(cluster: Project) -> None:
+    canary = "xylograph-7261 quetzal"
+    with Client(cluster.published(50051)) as client:
+        said = client.generate(f"Say {canary} and", temperature=0, max_tokens=24, ignore_eos=True).text
+        with pytest.raises(InvalidRequest):
+            client.generate(canary, temperature=-1)
+        with client.stream(f"{canary} is cancelled", max_tokens=400, ignore_eos=True) as stream:
+            next(stream)
+    host, _, port = cluster.published(8000).rpartition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=60)
+    connection.request("POST", "/v1/completions", json.dumps({"prompt": canary, "no_such_option": canary}))
+    assert connection.getresponse().status == 400
+    eventually("the requests are over", cluster.is_drained)
+    log = cluster.logs("all")
+    assert "request ended" in log
+    assert not [word for word in (*canary.split(), said.strip()) if word in log]
+
+
+def test_idle_connection_was_closed_as_it_was_used_again(cluster: Project) -> None:
+    """C68: through the published port, a while longer than many servers keep what is idle."""
+    host, _, port = cluster.published(8000).rpartition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=60)
+    sockets = []
+    with Client(cluster.published(50051)) as client:
+        for pause_s in (0.0, 6.0):
+            time.sleep(pause_s)
+            connection.request("GET", "/health/live")
+            assert connection.getresponse().read() == b'{"status":"live"}'
+            sockets.append(connection.sock)
+            assert client.model_info().ready
+    assert sockets[0] is sockets[1] is not None, "the server said that it would close it"
+    connection.close()
+
+
+def test_cluster_was_killed_at_stop_or_did_not_come_back(cluster: Project) -> None:
+    cluster.compose("stop")
+    containers = cluster.containers()
+    exits = {(container["Service"], container["ExitCode"]) for container in containers}
+    cluster.up()
+    assert exits == {(service, 0) for service in (*SERVICES, "model", "secret")}
+    assert "Paris" in answer(cluster)

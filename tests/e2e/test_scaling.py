@@ -59,9 +59,15 @@ def drained(project: Project) -> bool:
 
 @pytest.fixture
 def back_to_one(project: Project) -> Iterator[Project]:
+    """With one worker of each role, before and after."""
+
+    def restore() -> None:
+        project.scale("decode=1", "prefill=1")
+        eventually("one worker of each role", lambda: counts(project) == ONE_EACH)
+
+    restore()
     yield project
-    project.scale("decode=1", "prefill=1")
-    eventually("one worker of each role", lambda: counts(project) == ONE_EACH)
+    restore()
 
 
 def test_scaling_cost_a_request_or_touched_another_role(back_to_one: Project) -> None:
