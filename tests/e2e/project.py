@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 IMAGE = "splitserve:e2e"
 OBSERVABILITY = ("compose.observability.yaml", "tests/e2e/prometheus.override.yaml")
 """The files that bring Prometheus besides."""
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 COMMAND_TIMEOUT_S = 900.0
 # The wheel of torch that pip has on this machine without asking an index, if it has one, spares the build a download.
 _LOCAL_TORCH = (
@@ -88,7 +88,7 @@ class Project:
         self.compose("run", "--rm", "--no-deps", "-T", "--volume", mount, "--entrypoint", "sh", "model", "-c", copy)
 
     def up(self, *args: str, also: tuple[str, ...] = ()) -> None:
-        self.compose("up", "--detach", "--wait", "--wait-timeout", "240", "--no-build", *args, also=also)
+        self.compose("up", "--detach", "--wait", "--wait-timeout", "480", "--no-build", *args, also=also)
 
     def scale(self, *words: str) -> str:
         """What `splitserve scale` writes, as a user of this project runs it, in any folder; it must end well."""

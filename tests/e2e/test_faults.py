@@ -18,7 +18,7 @@ from tests.e2e.streams import Load, Streams
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-NUM_TOKENS = 300
+NUM_TOKENS = 150
 SERVICES = ("router", "prefill", "decode")
 SILENT_ROUTER = "no sign of life from the router"
 Fault = tuple[Callable[[Container], None], Callable[[Container], None]]
