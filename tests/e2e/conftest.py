@@ -30,8 +30,10 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
 @pytest.fixture
 def cluster(project: Project) -> Project:
     """The project, whole again whatever the test before has left, and idle."""
-    project.up("--no-recreate")
+    # Not `--wait`, which gives up at once where something is unhealthy for a moment longer.
+    project.compose("up", "--detach", "--no-build", "--no-recreate")
     eventually("the workers of compose.cpu.yaml are ready", lambda: project.counts() == {"prefill": 1, "decode": 2})
+    eventually("every container is healthy", project.is_healthy)
     eventually("nothing is held", project.is_drained)
     return project
 

@@ -135,6 +135,11 @@ class Project:
         ready = [worker["role"] for worker in self.cluster()["workers"] if worker["state"] == "ready"]
         return {role: ready.count(role) for role in ("prefill", "decode")}
 
+    def is_healthy(self) -> bool:
+        """By the health checks of the compose file, of every container that runs."""
+        running = [container for container in self.containers() if container["State"] == "running"]
+        return all(container["Health"] == "healthy" for container in running)
+
     def is_drained(self) -> bool:
         """No block is held anywhere, nothing waits, nothing runs."""
         state = self.cluster()

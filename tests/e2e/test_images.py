@@ -42,7 +42,7 @@ def test_image_with_its_model_needs_a_network(project: Project, baked: str) -> N
 
         eventually("the cluster in it is ready", is_ready)
         assert json.loads(project.docker(*status))["model"] == "SmolLM2-135M-Instruct"
-        asked = ("What is the capital of France? It is", "--quiet", "--max-tokens", "8", "--temperature", "0")
+        asked = ("The capital of France is", "--quiet", "--max-tokens", "8", "--temperature", "0")
         assert "Paris" in project.docker("exec", name, "splitserve", "generate", *asked)
     except AssertionError as error:
         with contextlib.suppress(AssertionError):
