@@ -11,6 +11,7 @@ from splitserve.service.config import Device, NonNegative, Positive, Size
 _WORKER_FLAGS = (
     "dtype",
     "device",
+    "workers_per_gpu",
     "block_size",
     "max_model_len",
     "max_num_seqs",
@@ -54,7 +55,9 @@ class UpConfig:
     dtype: Literal["auto", "bfloat16", "float32"] | None = None
     "auto: bfloat16 where the device has bfloat16 units, else float32."
     device: Device | None = None
-    "auto, cpu, cuda or cuda:N, for every worker; auto: the first CUDA device, or the processor where there is none."
+    "auto, cpu, cuda or cuda:N, for every worker; auto: each takes a GPU, or the processor where there is none."
+    workers_per_gpu: NonNegative = 0
+    "How many workers may take the same GPU, once each GPU has one; 0: any number."
     block_size: Positive | None = None
     "Tokens in one KV block."
     max_model_len: Positive | None = None

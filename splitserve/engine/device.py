@@ -1,8 +1,24 @@
-"""Which device the engine computes on: the one place that knows what `--device` means."""
+"""Which device the engine computes on: the one place that knows what `--device` means and asks torch for GPUs."""
 
 import torch
 
+from splitserve.engine.gpus import Gpu, topology_groups
+
 _NAMES = "auto, cpu, cuda or cuda:N"
+
+
+def list_gpus() -> tuple[Gpu, ...]:
+    """Every GPU that this process may use, numbered as torch numbers them; none without CUDA."""
+    if not torch.cuda.is_available():
+        return ()
+    groups = topology_groups()
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        # torch leaves out the prefix by which the driver and its tools know a GPU.
+        uuid = f"GPU-{properties.uuid}"
+        gpus.append(Gpu(index, uuid, properties.name, groups.get(uuid, "")))
+    return tuple(gpus)
 
 
 def choose_device(name: str) -> torch.device:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from splitserve.service.config import Cores, Device, Duration, Positive, Size
+from splitserve.service.config import Cores, Device, Duration, NonNegative, Positive, Size
 
 DType = Literal["auto", "bfloat16", "float32"]
 
@@ -24,7 +24,12 @@ class WorkerConfig:
     dtype: DType = "auto"
     "auto: bfloat16 where the device has bfloat16 units, else float32."
     device: Device = "auto"
-    "auto, cpu, cuda or cuda:N; auto: the first CUDA device, or the processor where there is none."
+    """auto: a GPU of the host that no other worker has claimed, or the processor where there is no GPU; cuda: the same,
+    but never the processor; cuda:N: that GPU, if no other worker has claimed it; cpu."""
+    device_locks: str | None = None
+    "Folder in which all workers of a host lock the GPUs that they claim; default: device-locks in the cache folder."
+    workers_per_gpu: NonNegative = 1
+    "How many workers may claim the same GPU; 0: any number."
     block_size: Positive = 16
     "Tokens in one KV block."
     max_model_len: Positive | None = None

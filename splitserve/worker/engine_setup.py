@@ -2,9 +2,10 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -12,8 +13,9 @@ from kvtransfer.agent import KVAgent
 from kvtransfer.events import KVEvent
 from kvtransfer.fingerprint import Fingerprint
 from kvtransfer.store import BlockStore
-from splitserve.engine.device import choose_device
+from splitserve.engine.device import choose_device, list_gpus
 from splitserve.engine.floor import StepFloor
+from splitserve.engine.gpus import Gpu
 from splitserve.engine.loading import load_runner
 from splitserve.engine.pool import DTYPES, KVPool
 from splitserve.engine.rates import measure_rates
@@ -28,6 +30,7 @@ from splitserve.service.huge_pages import huge_page_nbytes
 from splitserve.service.startup import process_age_s
 from splitserve.worker import commands, reports
 from splitserve.worker.config import WorkerConfig
+from splitserve.worker.gpu_claim import GpuClaim, claim_gpu
 from splitserve.worker.kv import TRANSPORTS, make_agent, model_fingerprint
 
 Publish = Callable[[reports.Report], None]
@@ -35,8 +38,8 @@ Publish = Callable[[reports.Report], None]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineContext:
-    """What a role's engine works with. `floor` knows the least time of a step here; `startup` names the parts of the
-    start in order, in seconds; deadlines are times of `clock`."""
+    """What a role's engine works with. `floor` knows the least time of a step here; without a `claim` it computes on the
+    processor. `startup` names the parts of the start in order, in seconds; deadlines are times of `clock`."""
 
     worker_id: str
     config: WorkerConfig
@@ -47,14 +50,19 @@ class EngineContext:
     fingerprint: Fingerprint
     publish: Publish
     max_model_len: int
+    claim: GpuClaim | None = None
     startup: dict[str, float] = field(default_factory=dict)
     clock: Callable[[], float] = time.monotonic
 
 
 def build_context(
-    configure: commands.Configure, publish: Publish, on_event: Callable[[KVEvent], None]
+    configure: commands.Configure,
+    publish: Publish,
+    on_event: Callable[[KVEvent], None],
+    find_gpus: Callable[[], Sequence[Gpu]] = list_gpus,
 ) -> EngineContext:
-    """Loads the model and opens the KV endpoint; raises SplitserveError or ValueError with the reason if it cannot."""
+    """Claims a device, loads the model and opens the KV endpoint; raises SplitserveError or ValueError with the reason
+    if it cannot."""
     config = configure.config
     times = PartTimes()
     times.add("imports", process_age_s())
@@ -66,6 +74,12 @@ def build_context(
         if done == total:
             progress(what)
 
+    # First of all: who gets no device need not fetch a model.
+    with times.part("device"):
+        claim = _claim(configure, find_gpus)
+        device = choose_device(claim.device if claim else config.device)
+    if claim:
+        progress(f"computes on {claim}")
     with times.part("model"):
         description = locate_model(
             config.model,
@@ -75,7 +89,6 @@ def build_context(
             allow_pickle=config.allow_pickle,
         )
     torch.set_num_threads(config.threads)
-    device = choose_device(config.device)
     with _pinned(config.cores), _memory_errors(device):
         runner = load_runner(
             description.directory,
@@ -109,6 +122,7 @@ def build_context(
         fingerprint=fingerprint,
         publish=publish,
         max_model_len=min(config.max_model_len or runner.max_model_len, runner.max_model_len),
+        claim=claim,
         startup=times.seconds,
     )
 
@@ -148,6 +162,14 @@ def block_store(pool: KVPool) -> BlockStore:
     """What the KV thread works on: the pool itself in host memory, copies of its blocks where it is a device's."""
     device = pool.tensor.device
     return pool if device.type == "cpu" else StagedStore(pool, CudaLane(device))
+
+
+def _claim(configure: commands.Configure, find_gpus: Callable[[], Sequence[Gpu]]) -> GpuClaim | None:
+    config = configure.config
+    if config.device == "cpu":
+        return None
+    folder = Path(config.device_locks) if config.device_locks else cache_root() / "device-locks"
+    return claim_gpu(config.device, find_gpus(), folder, configure.worker_id, config.workers_per_gpu)
 
 
 @contextmanager
