@@ -81,6 +81,15 @@ class LinkUp:
 
 
 @dataclass(frozen=True)
+class LinkMeasured:
+    """Blocks travel to `worker_id` at another speed than was told before, or enough have travelled to tell one."""
+
+    worker_id: str
+    path: str
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
 class LinkDown:
     """The link is gone, or could not be made. It is dialled again with back-off.
 
@@ -107,4 +116,4 @@ class AgentStopped:
 
 
 TransferEvent = TransferComplete | TransferAcked | TransferFailed
-KVEvent = TransferEvent | LinkUp | LinkDown | LinkRefused | AgentStopped
+KVEvent = TransferEvent | LinkUp | LinkMeasured | LinkDown | LinkRefused | AgentStopped

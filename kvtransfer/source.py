@@ -11,7 +11,7 @@ import msgspec
 from kvtransfer.carrier import LinkId
 from kvtransfer.context import Context
 from kvtransfer.credit import CreditWindow
-from kvtransfer.events import FailureReason, Side, TransferAcked, TransferFailed, reason_from_peer
+from kvtransfer.events import FailureReason, LinkMeasured, Side, TransferAcked, TransferFailed, reason_from_peer
 from kvtransfer.messages import Acked, Blocks, BlocksAck, Cancel, Closed, Open, digest, shorten
 from kvtransfer.source_link import ReadyLink
 from kvtransfer.source_transfer import SourceTransfer
@@ -116,14 +116,18 @@ class Source:
                 self._on_cancel(transfer, message)
             case Closed():
                 self._on_closed(ready, transfer, message)
+        if ready.credit.used == 0:
+            ready.bandwidth.interrupted()
         self._pump(ready)
         self._our.counters.in_flight(ready.worker_id, ready.credit.used, ready.credit.peak)
 
     def _on_blocks_ack(self, ready: ReadyLink, transfer: SourceTransfer | None, ack: BlocksAck) -> None:
+        used_before = ready.credit.used
         if not ready.credit.give_back(ack.sequence, ack.transfer_id):
             self._our.counters.dropped()
             return
         ready.progress_at = self._our.clock()
+        self._measure(ready, used_before - ready.credit.used)
         if transfer is None:
             return
         transfer.in_flight.pop(ack.sequence, None)
@@ -132,6 +136,13 @@ class Source:
             self._settle(transfer)
         elif ack.is_closed:
             self._fail(transfer, FailureReason.CLOSED, ack.detail)
+
+    def _measure(self, ready: ReadyLink, num_bytes: int) -> None:
+        ready.bandwidth.acknowledged(num_bytes, ready.progress_at, is_idle=ready.credit.used == 0)
+        bytes_per_s = ready.bandwidth.news()
+        if bytes_per_s is not None:
+            path = self._our.counters.path_of(ready.worker_id)
+            self._our.outbox.emit(LinkMeasured(ready.worker_id, path, bytes_per_s))
 
     def _on_acked(self, ready: ReadyLink, transfer: SourceTransfer | None) -> None:
         if transfer is None or transfer.is_ended:
@@ -241,6 +252,7 @@ class Source:
         if not transfer.in_flight:
             transfer.progress_at = self._our.clock()
         transfer.in_flight[sequence] = self._our.outbox.send(ready.link, message, frames)
+        ready.bandwidth.sent(self._our.clock())
         transfer.num_bytes += num_bytes
         self._our.counters.sent(ready.worker_id, len(batch), num_bytes)
         self._our.counters.in_flight(ready.worker_id, ready.credit.used, ready.credit.peak)

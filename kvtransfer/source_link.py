@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from kvtransfer.bandwidth import Bandwidth
 from kvtransfer.carrier import LinkId
 from kvtransfer.credit import CreditWindow
 from kvtransfer.source_transfer import SourceTransfer
@@ -16,6 +17,7 @@ class ReadyLink:
     credit: CreditWindow
     max_message_bytes: int
     progress_at: float
+    bandwidth: Bandwidth = field(default_factory=Bandwidth)
     transfers: dict[str, SourceTransfer] = field(default_factory=dict)
     # Transfers that the sink was told have failed, by the time its Closed is due.
     closing: dict[str, float] = field(default_factory=dict)

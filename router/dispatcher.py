@@ -28,6 +28,7 @@ from router.scheduler import (
     Placement,
     PrefillView,
     can_prefill,
+    choose_prefill,
     could_place,
     could_prefill,
     keep_room,
@@ -250,7 +251,7 @@ class ClusterDispatcher:
         choices = [view for view in wanted if can_prefill(view, num_tokens)]
         if not choices:
             return None
-        chosen = min(choices, key=lambda view: (view.numerics != decode.identity.numerics, view.waiting_tokens))
+        chosen = choose_prefill(choices, decode.decode_view(), self._turn)
         worker = self._membership.get(chosen.worker)
         assert worker is not None
         return self._leg(worker, num_tokens, inbox)

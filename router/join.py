@@ -20,10 +20,11 @@ from router.translate import (
     start_to_proto,
     to_event,
     to_identity,
+    to_link,
     to_load,
     to_token,
 )
-from router.worker import Identity, Link, LoadReport, Start, Worker
+from router.worker import Identity, LoadReport, Start, Worker
 from splitserve.service.errors import InvalidRequest
 from splitserve.service.lifecycle import first_of
 from splitserve.v1 import cluster_pb2 as pb
@@ -217,15 +218,21 @@ class ClusterServicer(pb_grpc.ClusterServiceServicer):
         elif kind == "leave":
             self._membership.remove(worker, "it has drained")
         elif kind == "link_report":
-            report = message.link_report
-            # Of a peer that has left, a worker may still speak for a moment.
-            if self._membership.get(report.peer_worker_id) is not None:
-                worker.links[report.peer_worker_id] = Link(report.reachable, report.detail)
-                self._membership.changed()
+            self._on_link_report(worker, message.link_report)
         else:
             attempt_id, event = to_event(worker, message)
             if event is not None and not worker.hear(attempt_id, event):
                 self._on_late_word(worker, attempt_id, str(kind))
+            self._membership.changed()
+
+    def _on_link_report(self, worker: Worker, report: pb.LinkReport) -> None:
+        # Of a peer that has left, a worker may still speak for a moment.
+        if self._membership.get(report.peer_worker_id) is None:
+            return
+        link, before = to_link(report), worker.links.get(report.peer_worker_id)
+        worker.links[report.peer_worker_id] = link
+        # Its speed alone lets no waiting request go.
+        if before is None or (link.reachable, link.detail) != (before.reachable, before.detail):
             self._membership.changed()
 
     def _on_late_word(self, worker: Worker, attempt_id: str, kind: str) -> None:

@@ -265,6 +265,7 @@ class Membership:
             "host": identity.host_id,
             "state": self.state_of(worker),
             "device": identity.device,
+            "topology_group": identity.topology_group,
             "transport": identity.transport,
             "blocks": {
                 "total": identity.num_blocks,
@@ -280,7 +281,12 @@ class Membership:
             "kv_bytes_sent": load.kv_bytes_sent,
             "kv_bytes_received": load.kv_bytes_received,
             "links": {
-                peer: {"reachable": link.reachable, "detail": link.detail} for peer, link in worker.links.items()
+                peer: {
+                    "reachable": link.reachable,
+                    "detail": link.detail,
+                    "bytes_per_s": round(link.bytes_per_s) or None,
+                }
+                for peer, link in worker.links.items()
             },
             "recompute_exact": identity.recompute_exact,
         }

@@ -6,10 +6,11 @@ is both: it reaches itself alone.
 """
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from router.config import Routing
+from router.links import OVER_THE_NETWORK, SAME_HOST, SAME_TOPOLOGY_GROUP, LinkView, best_links
 from splitserve.worker.admission import blocks_for, decode_blocks
 
 EVERY_LENGTH = range(1, sys.maxsize)
@@ -27,12 +28,15 @@ class DecodeView:
     max_num_seqs: int
     max_model_len: int
     numerics: str
+    host: str = ""
+    topology_group: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillView:
     """A prefill worker likewise, or a decode worker that computes prompts. `waiting_tokens` are handed over and not yet
-    computed; it is given prompts of the lengths in `takes`.
+    computed; it is given prompts of the lengths in `takes`. `bytes_per_s`, by decode worker, is how fast its blocks
+    have travelled there, where enough have.
 
     A prompt with more than `long_threshold` tokens left is long: while others wait it gets that many tokens of a step.
     `tokens_ahead` counts it with these alone, because a short prompt waits for no more.
@@ -50,6 +54,9 @@ class PrefillView:
     numerics: str
     reachable: frozenset[str]
     takes: range = EVERY_LENGTH
+    host: str = ""
+    topology_group: str = ""
+    bytes_per_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +96,9 @@ class Placement:
         return self.prefill == self.decode
 
 
+Pair = tuple[PrefillView, DecodeView]
+
+
 def _blocks_to_decode(view: DecodeView, demand: Demand) -> int:
     spare = view.num_seqs if demand.was_preempted else 0
     return decode_blocks(demand.num_tokens, demand.num_samples, view.block_size) + spare
@@ -120,9 +130,7 @@ def could_place(demand: Demand, prefills: Sequence[PrefillView], decodes: Sequen
     return bool(_pairs_if_idle(demand, prefills, decodes))
 
 
-def _pairs_if_idle(
-    demand: Demand, prefills: Sequence[PrefillView], decodes: Sequence[DecodeView]
-) -> list[tuple[PrefillView, DecodeView]]:
+def _pairs_if_idle(demand: Demand, prefills: Sequence[PrefillView], decodes: Sequence[DecodeView]) -> list[Pair]:
     return [
         (prefill, decode)
         for decode in decodes
@@ -152,7 +160,7 @@ def keep_room(
     it.
     """
 
-    def lacking(pair: tuple[PrefillView, DecodeView]) -> tuple[int, ...]:
+    def lacking(pair: Pair) -> tuple[int, ...]:
         prefill, decode = pair
         return (
             max(_blocks_to_decode(decode, demand) - decode.available_blocks, 0),
@@ -198,7 +206,8 @@ def place(
     """The pair for one request, or None while no pair has room.
 
     Workers of equal numerics come before all else, because only there is recomputation exact; then workers that the
-    request has not failed on; then `routing`. `turn` counts placements and drives round robin.
+    request has not failed on; then `routing`: turns, or the least load and, where that is equal, the better link, see
+    `links`. `turn` counts placements and drives round robin.
     """
     prefills = [view for view in prefills if demand.num_tokens in view.takes]
     pairs = [
@@ -213,20 +222,58 @@ def place(
     prefill_order = _order([p.worker for p in prefills], turn)
     decode_order = _order([d.worker for d in decodes], turn)
 
-    def cost(pair: tuple[PrefillView, DecodeView]) -> tuple[float, ...]:
+    def cost(pair: Pair) -> tuple[float, ...]:
         prefill, decode = pair
         preference = (
             float(demand.differs_from(decode.numerics) + demand.differs_from(prefill.numerics)),
             float(len({prefill.worker, decode.worker} & demand.avoid)),
         )
-        turns = (float(decode_order(decode.worker)), float(prefill_order(prefill.worker)))
         if routing == "round_robin":
-            return (*preference, *turns)
+            return preference
         used = 1 - decode.available_blocks / decode.total_blocks
-        return (*preference, used, float(prefill.waiting_tokens), *turns)
+        return (*preference, used, float(prefill.waiting_tokens))
 
-    prefill, decode = min(pairs, key=cost)
+    def turns(pair: Pair) -> tuple[int, int]:
+        prefill, decode = pair
+        return decode_order(decode.worker), prefill_order(prefill.worker)
+
+    equal = _cheapest(pairs, cost)
+    if routing != "round_robin":
+        equal = _best_linked(equal, turn)
+    prefill, decode = min(equal, key=turns)
     return Placement(prefill.worker, decode.worker)
+
+
+def choose_prefill(prefills: Sequence[PrefillView], decode: DecodeView, turn: int) -> PrefillView:
+    """Which of these, all with room, computes anew what `decode` keeps a reservation for."""
+    equal = _cheapest(
+        [(prefill, decode) for prefill in prefills],
+        lambda pair: (float(pair[0].numerics != decode.numerics), float(pair[0].waiting_tokens)),
+    )
+    return _best_linked(equal, turn)[0][0]
+
+
+def _cheapest(pairs: Sequence[Pair], cost: Callable[[Pair], tuple[float, ...]]) -> list[Pair]:
+    """All of those that cost least."""
+    costs = list(map(cost, pairs))
+    least = min(costs)
+    return [pair for pair, its_cost in zip(pairs, costs, strict=True) if its_cost == least]
+
+
+def _best_linked(pairs: Sequence[Pair], turn: int) -> list[Pair]:
+    """Those between whose workers blocks travel best."""
+    if len(pairs) == 1:
+        return list(pairs)
+    return [pairs[index] for index in best_links(list(map(_link, pairs)), turn)]
+
+
+def _link(pair: Pair) -> LinkView:
+    prefill, decode = pair
+    if prefill.topology_group and prefill.topology_group == decode.topology_group:
+        distance = SAME_TOPOLOGY_GROUP
+    else:
+        distance = SAME_HOST if prefill.host == decode.host else OVER_THE_NETWORK
+    return LinkView(distance, prefill.bytes_per_s.get(decode.worker, 0.0))
 
 
 def _order(workers: list[str], turn: int) -> Callable[[str], int]:

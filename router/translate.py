@@ -1,5 +1,6 @@
 """Between the contract of `Join` (proto) and the router's plain data; only this module and `join` know both."""
 
+import math
 from collections.abc import Mapping
 
 from router.events import (
@@ -16,7 +17,7 @@ from router.events import (
     Transferred,
 )
 from router.request import FinishReason, TokenLogprobs
-from router.worker import Identity, LoadReport, Role, Start, Worker
+from router.worker import Identity, Link, LoadReport, Role, Start, Worker
 from splitserve.service.errors import InvalidRequest
 from splitserve.v1 import cluster_pb2 as pb
 from splitserve.worker.contract import reason_from_proto, ticket_from_proto
@@ -49,6 +50,7 @@ def to_identity(hello: pb.Hello) -> Identity:
         host_id=hello.host_id,
         pid=hello.pid,
         device=hello.device,
+        topology_group=hello.topology_group,
         transport=hello.transport,
         numerics=hello.numerics,
         recompute_exact=hello.recompute_exact,
@@ -72,6 +74,11 @@ def to_load(load: pb.Load) -> LoadReport:
         silence_s=load.silence_s,
         kv_messages_dropped=load.kv_messages_dropped,
     )
+
+
+def to_link(report: pb.LinkReport) -> Link:
+    is_measured = 1 <= report.bytes_per_s < math.inf
+    return Link(report.reachable, report.detail, report.bytes_per_s if is_measured else 0.0)
 
 
 def to_token(worker: Worker, token: pb.Token) -> TokenArrived:

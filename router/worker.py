@@ -74,6 +74,7 @@ class Identity:
     host_id: str
     pid: int
     device: str
+    topology_group: str
     transport: str
     numerics: str
     recompute_exact: bool
@@ -115,8 +116,11 @@ class Promise:
 
 @dataclass(frozen=True, slots=True)
 class Link:
+    """`bytes_per_s` is how fast blocks travelled on it lately, 0.0 until enough have."""
+
     reachable: bool
     detail: str
+    bytes_per_s: float = 0.0
 
 
 @dataclass(eq=False)
@@ -204,6 +208,8 @@ class Worker:
             max_num_seqs=self.identity.max_num_seqs,
             max_model_len=self.identity.max_model_len,
             numerics=self.identity.numerics,
+            host=self.identity.host_id,
+            topology_group=self.identity.topology_group,
         )
 
     def prefill_view(self, takes: range = EVERY_LENGTH) -> PrefillView:
@@ -225,6 +231,9 @@ class Worker:
             numerics=self.identity.numerics,
             reachable=frozenset(reachable),
             takes=takes,
+            host=self.identity.host_id,
+            topology_group=self.identity.topology_group,
+            bytes_per_s={peer: link.bytes_per_s for peer, link in self.links.items() if link.bytes_per_s},
         )
 
     def silence_s(self) -> float:

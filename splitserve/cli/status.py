@@ -1,6 +1,7 @@
 """`splitserve status`: the router's `GET /cluster`, as a table or as it is."""
 
 import json as json_module
+import math
 import sys
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from splitserve.service.grpc_errors import UNREACHABLE
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 10.0
 BLOCK_STATES = ("total", "free", "cached", "in_use", "reserved")
+MAX_LINKS = 20
 
 
 def status(
@@ -69,14 +71,32 @@ def render(cluster: dict[str, Any]) -> Group:
     summary.add_row("KV blocks", _blocks(cluster["pool"]))
     workers = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     # 80 columns have room for these; the rest is in --json.
-    for heading in ("worker", "role", "state", "pid", "transport", "running", "waiting", "free + cached"):
+    for heading in ("worker", "role", "state", "pid", "device", "running", "waiting", "free + cached"):
         workers.add_column(heading, overflow="fold")
     for worker in sorted(cluster["workers"], key=lambda worker: (worker["role"], worker["id"])):
         counts = worker["blocks"]
-        cells = [worker[key] for key in ("id", "role", "state", "pid", "transport", "running", "waiting")]
+        cells = [worker[key] for key in ("id", "role", "state", "pid", "device", "running", "waiting")]
         # Cached blocks are given up as soon as they are needed.
         workers.add_row(*map(str, cells), f"{counts['free'] + counts['cached']}/{counts['total']}")
-    return Group(summary, "", workers) if cluster["workers"] else Group(summary, "", "no workers have joined")
+    if not cluster["workers"]:
+        return Group(summary, "", "no workers have joined")
+    return Group(summary, "", workers, *_links(cluster["workers"]))
+
+
+def _links(workers: list[dict[str, Any]]) -> list[Table | str]:
+    """Those that are down come first, then the slowest; what has not been measured comes last."""
+    links = [(worker["id"], peer, link) for worker in workers for peer, link in worker["links"].items()]
+    if not links:
+        return []
+    links.sort(key=lambda link: (link[2]["reachable"], link[2].get("bytes_per_s") or math.inf, link[0], link[1]))
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in ("from", "to", "link", "MB/s"):
+        table.add_column(heading, overflow="fold")
+    for source, peer, link in links[:MAX_LINKS]:
+        speed = link.get("bytes_per_s")
+        table.add_row(source, peer, str(link["detail"]), f"{speed / 1e6:,.0f}" if speed else "-")
+    num_left = len(links) - MAX_LINKS
+    return ["", table, *([f"and {num_left} more links, see --json"] if num_left > 0 else [])]
 
 
 def _blocks(counts: dict[str, int]) -> str:

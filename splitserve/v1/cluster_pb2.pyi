@@ -232,19 +232,24 @@ class Hello(_message.Message):
     TRANSPORT_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
     RECOMPUTE_EXACT_FIELD_NUMBER: _builtins.int
+    TOPOLOGY_GROUP_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Random per start: a restarted worker is never taken for its predecessor."""
     role: Global___Role.ValueType
     model: _builtins.str
     revision: _builtins.str
     host_id: _builtins.str
-    """Identifies the machine, for placement and display only."""
+    """Identifies the machine, alike in all of its containers; for placement and display only."""
     pid: _builtins.int
     device: _builtins.str
     transport: _builtins.str
     numerics: _builtins.str
     """Hash of the self-test's logits: recomputation is exact between workers of equal numerics."""
     recompute_exact: _builtins.bool
+    topology_group: _builtins.str
+    """Names GPUs that reach each other by NVLink or within a NUMA node; empty on a processor and where it is not known. For
+    placement and display only.
+    """
     @_builtins.property
     def fingerprint(self) -> Global___Fingerprint: ...
     @_builtins.property
@@ -267,10 +272,11 @@ class Hello(_message.Message):
         transport: _builtins.str = ...,
         numerics: _builtins.str = ...,
         recompute_exact: _builtins.bool = ...,
+        topology_group: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "fingerprint", b"fingerprint", "kv_endpoint", b"kv_endpoint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "device", b"device", "fingerprint", b"fingerprint", "host_id", b"host_id", "kv_endpoint", b"kv_endpoint", "model", b"model", "numerics", b"numerics", "pid", b"pid", "recompute_exact", b"recompute_exact", "revision", b"revision", "role", b"role", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "device", b"device", "fingerprint", b"fingerprint", "host_id", b"host_id", "kv_endpoint", b"kv_endpoint", "model", b"model", "numerics", b"numerics", "pid", b"pid", "recompute_exact", b"recompute_exact", "revision", b"revision", "role", b"role", "topology_group", b"topology_group", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1253,27 +1259,31 @@ Global___Leave: _TypeAlias = Leave  # noqa: Y015
 
 @_typing.final
 class LinkReport(_message.Message):
-    """What this worker found when it dialled a peer."""
+    """What this worker found when it dialled a peer, and how fast its blocks travel there since."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PEER_WORKER_ID_FIELD_NUMBER: _builtins.int
     REACHABLE_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
+    BYTES_PER_S_FIELD_NUMBER: _builtins.int
     peer_worker_id: _builtins.str
     reachable: _builtins.bool
     detail: _builtins.str
     """The path in use ("ipc", "tcp"), or why there is none."""
+    bytes_per_s: _builtins.float
+    """While blocks are under way; 0 until enough of them have been."""
     def __init__(
         self,
         *,
         peer_worker_id: _builtins.str = ...,
         reachable: _builtins.bool = ...,
         detail: _builtins.str = ...,
+        bytes_per_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "peer_worker_id", b"peer_worker_id", "reachable", b"reachable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "detail", b"detail", "peer_worker_id", b"peer_worker_id", "reachable", b"reachable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -215,6 +215,8 @@ class EngineLoop:
         match item:
             case events.LinkUp(worker_id=peer, path=path):
                 self._publish(reports.LinkReport(peer=peer, reachable=True, detail=path))
+            case events.LinkMeasured(worker_id=peer, path=path, bytes_per_s=bytes_per_s):
+                self._publish(reports.LinkReport(peer=peer, reachable=True, detail=path, bytes_per_s=bytes_per_s))
             case events.LinkDown(worker_id=peer, reason=reason):
                 self._publish(reports.LinkReport(peer=peer, reachable=False, detail=reason))
             case events.LinkRefused(worker_id=peer, detail=detail):

@@ -147,6 +147,7 @@ def ready_report(context: EngineContext) -> reports.Ready:
         max_model_len=context.max_model_len,
         kv_endpoint=context.agent.endpoint,
         device=str(runner.pool.tensor.device),
+        topology_group=context.claim.gpu.topology_group if context.claim else "",
         transport=TRANSPORTS[config.kv_transport],
         numerics=runner.numerics,
         recompute_exact=runner.recompute_exact,

@@ -262,7 +262,7 @@ def _details(ready: reports.Ready) -> str:
 
 
 def _host_id() -> str:
-    """Stable per machine and boot; for placement and display, never for trust."""
+    """Stable per machine and boot, and alike in all containers there; for placement and display, never for trust."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()

@@ -47,6 +47,7 @@ class Ready(Message, frozen=True):
     max_model_len: int
     kv_endpoint: KVEndpoint
     device: str
+    topology_group: str
     transport: str
     numerics: str
     recompute_exact: bool
@@ -138,9 +139,12 @@ class AttemptEnded(Message, frozen=True):
 
 
 class LinkReport(Message, frozen=True):
+    """`bytes_per_s` is 0 while it is not known how fast blocks travel there."""
+
     peer: str
     reachable: bool
     detail: str
+    bytes_per_s: float = 0.0
 
 
 class TransferReport(Message, frozen=True):

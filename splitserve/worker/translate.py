@@ -123,8 +123,9 @@ def to_worker_message(report: reports.Report) -> pb.WorkerMessage:
         case reports.AttemptEnded(attempt=attempt, reason=reason, message=text, samples=samples):
             ended = pb.AttemptEnded(attempt_id=attempt, reason=REASON_TO_PROTO[reason], message=text, samples=samples)
             return pb.WorkerMessage(attempt_ended=ended)
-        case reports.LinkReport(peer=peer, reachable=reachable, detail=detail):
-            return pb.WorkerMessage(link_report=pb.LinkReport(peer_worker_id=peer, reachable=reachable, detail=detail))
+        case reports.LinkReport(peer=peer, reachable=reachable, detail=detail, bytes_per_s=bytes_per_s):
+            link = pb.LinkReport(peer_worker_id=peer, reachable=reachable, detail=detail, bytes_per_s=bytes_per_s)
+            return pb.WorkerMessage(link_report=link)
         case _:
             return _tokens_message(report)
 
@@ -223,6 +224,7 @@ def hello_message(
             ),
             pid=pid,
             device=ready.device,
+            topology_group=ready.topology_group,
             transport=ready.transport,
             numerics=ready.numerics,
             recompute_exact=ready.recompute_exact,

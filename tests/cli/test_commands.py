@@ -35,11 +35,12 @@ CLUSTER = {
             "pid": 42,
             "host": "h",
             "state": "ready",
-            "device": "cpu",
-            "transport": "zmq[1]",
+            "device": "cuda[1]",
+            "transport": "zmq",
             "blocks": BLOCKS,
             "running": 2,
             "waiting": 0,
+            "links": {},
             "recompute_exact": True,
         }
     ],
@@ -303,7 +304,7 @@ def test_status_lost_a_part_of_the_cluster(cluster_url: str) -> None:
     for part in ("fake", "3 requests, 99 prompt tokens", "64 total, 60 free, 1 cached, 2 in use, 1 reserved"):
         assert part in done.stdout
     row = next(line for line in done.stdout.splitlines() if "0123456789abcdef" in line)
-    assert row.split() == ["0123456789abcdef", "decode", "ready", "42", "zmq[1]", "2", "0", "61/64"]
+    assert row.split() == ["0123456789abcdef", "decode", "ready", "42", "cuda[1]", "2", "0", "61/64"]
 
 
 def test_status_hides_that_prefill_workers_are_missing() -> None:
@@ -311,6 +312,24 @@ def test_status_hides_that_prefill_workers_are_missing() -> None:
     for is_aggregated in (False, True):
         console.print(render(CLUSTER | {"aggregated": is_aggregated}))
         assert ("decode workers compute prompts" in console.export_text()) == is_aggregated
+
+
+def test_status_hides_a_slow_link_or_one_that_is_down() -> None:
+    """Of many links those are left out that nobody needs to look at."""
+    links: dict[str, Any] = {
+        "d-fast": {"reachable": True, "detail": "ipc", "bytes_per_s": 2_500_000_000},
+        "d-slow": {"reachable": True, "detail": "tcp", "bytes_per_s": 110_000_000},
+        "d-down": {"reachable": False, "detail": "[refused]", "bytes_per_s": None},
+    }
+    links |= {f"d-{index:02}": {"reachable": True, "detail": "ipc", "bytes_per_s": None} for index in range(20)}
+    [worker] = CLUSTER["workers"]
+    console = Console(record=True, width=80, markup=False)
+    console.print(render(CLUSTER | {"workers": [worker | {"links": links}]}))
+    shown = console.export_text()
+    lines = [line.split()[1:] for line in shown.splitlines() if " d-" in line]
+    assert lines[:3] == [["d-down", "[refused]", "-"], ["d-slow", "tcp", "110"], ["d-fast", "ipc", "2,500"]]
+    assert (len(lines), lines[-1]) == (20, ["d-16", "ipc", "-"])
+    assert "and 3 more links" in shown
 
 
 def test_status_json_was_not_what_the_router_said(cluster_url: str) -> None:

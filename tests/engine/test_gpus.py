@@ -90,10 +90,17 @@ def test_group_is_named_by_the_order_of_the_driver() -> None:
 
 
 @pytest.mark.parametrize(
-    ("missing", "groups"), [("init", {}), ("count", {}), ("nvlink", {"a": "a", "b": "a"}), ("topology", {"a": "a", "b": "a"})]
+    ("missing", "groups"),
+    [
+        ("init", {}),
+        ("count", {}),
+        ("nvlink", {"a": "a", "b": "a", "c": "c"}),
+        ("topology", {"a": "a", "b": "b", "c": "b"}),
+    ],
 )
 def test_driver_that_does_not_tell_ends_the_worker(missing: str, groups: dict[str, str]) -> None:
-    nvml = FakeNvml(list("ab"), [(0, 1)], [{0, 1}], missing)
+    """What it does tell counts."""
+    nvml = FakeNvml(list("abc"), [(1, 2)], [{0, 1}], missing)
     assert topology_groups(nvml) == groups
     assert nvml.num_open == 0
 

@@ -2,7 +2,7 @@
 
 import random
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitserve.engine.allocator import BlockAllocator
@@ -122,6 +122,7 @@ def test_block_goes_on_under_the_key_of_its_former_tokens() -> None:
         allocator.check_idle()
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_shared_blocks_are_counted_wrongly(data: st.DataObject) -> None:
     """What each of several holders is said to give back, after all later ones, is what comes back."""
@@ -145,6 +146,7 @@ def test_shared_blocks_are_counted_wrongly(data: st.DataObject) -> None:
 # Keys
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.lists(st.integers(0, 40), max_size=6))
 def test_chain_grown_in_pieces_has_other_keys(tokens: list[int], cuts: list[int]) -> None:
     whole, grown = KeyChain(B, EXTRAS), KeyChain(B, EXTRAS)

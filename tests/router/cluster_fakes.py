@@ -202,6 +202,7 @@ class Router:
             "host_id": "h",
             "pid": 1,
             "device": "cpu",
+            "topology_group": "",
             "transport": "zmq",
             "numerics": "n",
             "recompute_exact": True,

@@ -2,7 +2,7 @@
 
 import grpc
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router import malformed
@@ -68,6 +68,7 @@ async def test_message_that_is_none_breaks_the_router(data: bytes) -> None:
         assert await raw_call(edge, pb.GenerateRequest(text="a").SerializeToString()) is None
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 2**64 - 1), max_size=5), st.integers(0, 40))
 def test_fields_are_counted_wrongly(numbers: list[int], num_messages: int) -> None:
     message = pb.GenerateRequest(

@@ -5,18 +5,20 @@ from typing import Any
 
 import pytest
 
+from kvtransfer.endpoint import KVEndpoint
 from kvtransfer.ticket import Ticket
 from router import events as heard
 from router.join import JoinChannel
 from router.request import FinishReason, GenerationRequest
-from router.translate import to_event, to_load
+from router.translate import to_event, to_identity, to_load
 from router.worker import Role, Start
 from splitserve.service.reasons import Reason
 from splitserve.v1 import cluster_pb2 as pb
 from splitserve.worker import commands, messages, reports
 from splitserve.worker.clock import Signs
 from splitserve.worker.contract import REASON_TO_PROTO
-from splitserve.worker.translate import load_message, to_command, to_worker_message
+from splitserve.worker.translate import hello_message, load_message, to_command, to_worker_message
+from tests.kvtransfer.worlds import FINGERPRINT
 from tests.router.cluster_fakes import Router, collect, ids, request
 
 
@@ -72,6 +74,34 @@ async def test_load_tells_nothing_of_silence_and_of_what_was_dropped() -> None:
     told = to_load(load_message(load, Signs(steps=12, step_age_s=0.25, silence_s=0.5)).load)
     assert (told.engine_steps, told.step_age_s, told.silence_s) == (12, 0.25, 0.5)
     assert (told.blocks_free, told.kv_bytes_received, told.kv_messages_dropped) == (1, 10, 11)
+
+
+async def test_hello_tells_another_place() -> None:
+    """Where a worker computes decides which pairs are near each other."""
+    ready = reports.Ready(
+        fingerprint=FINGERPRINT,
+        num_blocks=7,
+        block_size=16,
+        block_nbytes=1024,
+        max_num_seqs=1,
+        max_num_batched_tokens=1,
+        long_prefill_threshold=1,
+        max_model_len=64,
+        kv_endpoint=KVEndpoint("tcp://127.0.0.1:1"),
+        device="cuda:3",
+        topology_group="GPU-a",
+        transport="zmq",
+        numerics="n",
+        recompute_exact=True,
+        linear="",
+        attention="",
+        layers="",
+        memory=reports.Memory(0, 0, 0, 0),
+        startup={},
+    )
+    said = hello_message(ready, worker_id="w", role=pb.ROLE_DECODE, host_id="h", pid=1)
+    identity = to_identity(pb.WorkerMessage.FromString(said.SerializeToString()).hello)
+    assert (identity.device, identity.topology_group, identity.host_id) == ("cuda:3", "GPU-a", "h")
 
 
 @pytest.mark.parametrize("kind", ["refused", "attempt_ended"])

@@ -135,6 +135,7 @@ class SimulatedWorker:
             max_model_len=MAX_MODEL_LEN,
             kv_endpoint=self.agent.endpoint,
             device="cpu",
+            topology_group="",
             transport="loopback",
             numerics="n",
             recompute_exact=True,

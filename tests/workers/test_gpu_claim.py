@@ -24,9 +24,7 @@ def claim(tmp_path: Path) -> Iterator[Callable[..., GpuClaim | None]]:
     """As `claim_gpu`, of two GPUs; gives them back at the end."""
     made: list[GpuClaim] = []
 
-    def claim(
-        device: str, worker_id: str = "w", *, gpus: list[Gpu] | None = None, **settings: int
-    ) -> GpuClaim | None:
+    def claim(device: str, worker_id: str = "w", *, gpus: list[Gpu] | None = None, **settings: int) -> GpuClaim | None:
         claimed = claim_gpu(device, fake_gpus(2) if gpus is None else gpus, tmp_path / "locks", worker_id, **settings)
         made.extend(filter(None, [claimed]))
         return claimed
@@ -80,9 +78,7 @@ def test_two_workers_get_one_gpu_or_it_is_lost_with_its_holder(tmp_path: Path) -
             claimer.communicate()
 
 
-@pytest.mark.parametrize(
-    ("device", "num_gpus"), [("auto", 0), ("cpu", 2), ("cuda", 0), ("cuda:2", 2)]
-)
+@pytest.mark.parametrize(("device", "num_gpus"), [("auto", 0), ("cpu", 2), ("cuda", 0), ("cuda:2", 2)])
 def test_claim_of_what_is_not_there(claim: Callable[..., GpuClaim | None], device: str, num_gpus: int) -> None:
     """The processor needs no claim; why there is no such GPU is said by who looks for it."""
     assert claim(device, gpus=fake_gpus(num_gpus)) is None
@@ -116,7 +112,7 @@ def test_sharing_leaves_a_gpu_idle_or_knows_no_limit(claim: Callable[..., GpuCla
     claims = [claim("auto", f"w{index}", workers_per_gpu=2) for index in range(4)]
     assert [claimed and claimed.device for claimed in claims] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
     assert ["others compute on it" in str(claimed) for claimed in claims] == [False, False, True, True]
-    with pytest.raises(Unavailable, match="by 2 workers each .*by w0 .*by w2 .*by w1 .*by w3 "):
+    with pytest.raises(Unavailable, match=r"by 2 workers each .*by w0 .*by w2 .*by w1 .*by w3 "):
         claim("auto", workers_per_gpu=2)
     fifth = claim("cuda:1", workers_per_gpu=0)
     assert fifth is not None
@@ -148,7 +144,7 @@ def test_child_of_a_dead_worker_keeps_its_gpu(tmp_path: Path) -> None:
 
 def test_folder_without_locks_is_no_reason(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InvalidRequest, match="cannot lock a GPU in .*file.*--device-locks"):
+    with pytest.raises(InvalidRequest, match=r"cannot lock a GPU in .*file.*--device-locks"):
         claim_gpu("auto", fake_gpus(1), tmp_path / "file", "w")
 
 

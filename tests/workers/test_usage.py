@@ -6,6 +6,7 @@ from typing import Any, cast, get_args
 
 import pytest
 
+from kvtransfer import events
 from splitserve.service.metrics import render
 from splitserve.worker import commands, messages, reports
 from splitserve.worker.clock import Signs, StepClock
@@ -60,6 +61,15 @@ def test_waiting_counts_as_busy_or_a_step_does_not() -> None:
     for _ in range(4):
         loop.turn(wait_s=0.0)
     assert said == [reports.Step(2.0, 3, 40, 1.5), reports.Step(0.25, 1, 0, 0.2)]
+
+
+def test_speed_of_a_link_stays_in_the_engine() -> None:
+    said: list[reports.Report] = []
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    loop = EngineLoop(cast(RoleEngine, TimedEngine()), said.append, inbox, cast(StepClock, NoClock()))
+    inbox.put(events.LinkMeasured("d0", "ipc", 2.5e9))
+    loop.turn(wait_s=0.0)
+    assert said == [reports.LinkReport("d0", True, "ipc", 2.5e9)]
 
 
 def test_step_is_larger_or_smaller_than_what_it_computed(make_pair: MakePair) -> None:

@@ -12,7 +12,7 @@ import msgspec
 
 from kvtransfer.agent import KVAgent
 from kvtransfer.endpoint import KVEndpoint
-from kvtransfer.events import KVEvent, LinkUp, TransferAcked, TransferComplete
+from kvtransfer.events import KVEvent, LinkMeasured, LinkUp, TransferAcked, TransferComplete
 from kvtransfer.ticket import Ticket
 from splitserve.bench.kv.pool import BenchPool
 from splitserve.bench.kv.ways import PATIENCE_S
@@ -77,7 +77,12 @@ class AgentSender:
 
 def _start_agent(worker_id: str, pool: BenchPool) -> tuple[KVAgent, "queue.SimpleQueue[KVEvent]"]:
     events: queue.SimpleQueue[KVEvent] = queue.SimpleQueue()
-    agent = make_agent(WorkerConfig(), worker_id, pool.fingerprint, pool.store, events.put)
+
+    def on_event(event: KVEvent) -> None:
+        if not isinstance(event, LinkMeasured):  # here it is measured from outside
+            events.put(event)
+
+    agent = make_agent(WorkerConfig(), worker_id, pool.fingerprint, pool.store, on_event)
     agent.start()
     return agent, events
 

@@ -1,0 +1,49 @@
+"""Between which workers blocks travel best: a pure decision over plain data.
+
+`scheduler` asks for it where pairs of workers are alike in all else.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+# Of so many placements one goes by another link than those that are known to be good.
+LOOK_AROUND_EVERY = 8
+
+SAME_TOPOLOGY_GROUP, SAME_HOST, OVER_THE_NETWORK = range(3)
+_NUM_DISTANCES = 3
+
+
+class LinkView(NamedTuple):
+    """From a prefill worker to a decode worker: how far they are apart, and how fast blocks have travelled, 0.0 until
+    enough have."""
+
+    distance: int
+    bytes_per_s: float
+
+
+def best_links(links: Sequence[LinkView], turn: int) -> list[int]:
+    """Indices of those of `links` that are as fast as any, by what was measured; of these the nearest.
+
+    More than half as fast is as fast, because two measurements of one link differ by so much. A link that was not
+    measured counts with the best that was at its distance or farther, and comes last where there is none. There it
+    could stay for ever: some placements, by `turn`, go to another link, one that was not measured if there is any.
+    """
+    if turn % LOOK_AROUND_EVERY == LOOK_AROUND_EVERY - 1:
+        indices = range(len(links))
+        choices = [index for index in indices if not links[index].bytes_per_s] or indices
+        return [choices[turn // LOOK_AROUND_EVERY % len(choices)]]
+    best_at = [0.0] * _NUM_DISTANCES
+    for link in links:
+        best_at[link.distance] = max(best_at[link.distance], link.bytes_per_s)
+    expected = list(accumulate(reversed(best_at), max))[::-1]
+    best = max(best_at)
+
+    def rank(link: LinkView) -> tuple[float, int]:
+        bytes_per_s = link.bytes_per_s or expected[link.distance]
+        return (math.floor(math.log2(best / bytes_per_s)) if bytes_per_s else math.inf, link.distance)
+
+    ranks = list(map(rank, links))
+    least = min(ranks)
+    return [index for index, its_rank in enumerate(ranks) if its_rank == least]
