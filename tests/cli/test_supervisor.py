@@ -144,6 +144,7 @@ def test_output_was_torn_or_lost(start: Callable[..., Up], tmp_path: Path) -> No
     up = start(log_dir=str(tmp_path / "logs"), env={"FAKE_DECODE": "chatty"})
     up.wait_for("The cluster is ready")
     up.wait_for("halfdecode is up")
+    up.wait_for("prefill is up")
     up.process.send_signal(signal.SIGINT)
     assert up.end() == 0
     assert sum(line.count("x") for line in up.lines if line.startswith("decode-0")) == 200_000
