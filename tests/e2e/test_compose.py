@@ -83,6 +83,8 @@ def test_blocks_take_the_network_between_containers_of_one_host(cluster: Project
 
     eventually("both decode workers are linked", lambda: len(links()) == 2)
     assert links() == [(True, "ipc")] * 2
+    # C66: one machine, whatever its containers are called.
+    assert len({worker["host"] for worker in cluster.workers("prefill") + cluster.workers("decode")}) == 1
 
 
 def test_third_decode_worker_did_not_join_or_got_no_requests(cluster: Project) -> None:

@@ -68,7 +68,8 @@ def test_file_for_gpus_gives_none_or_lets_two_workers_take_one(project: Project)
         ]
         assert service["environment"]["SPLITSERVE_DEVICE"] == "cuda"
         assert service["environment"]["NCCL_HOSTID"]
-        assert {"device-locks": "/run/splitserve/gpus", "shm": "/dev/shm"}.items() <= {
+        locks = service["environment"]["SPLITSERVE_DEVICE_LOCKS"]
+        assert {"device-locks": locks, "shm": "/dev/shm"}.items() <= {
             volume["source"]: volume["target"] for volume in service["volumes"]
         }.items()
     assert whole["volumes"]["device-locks"]["name"] == "splitserve-device-locks"
