@@ -38,8 +38,8 @@ Publish = Callable[[reports.Report], None]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineContext:
-    """What a role's engine works with. `floor` knows the least time of a step here; without a `claim` it computes on the
-    processor. `startup` names the parts of the start in order, in seconds; deadlines are times of `clock`."""
+    """What a role's engine works with: on the processor without a `claim`. `floor` knows the least time of a step here;
+    `startup` names the parts of the start in order, in seconds; deadlines are times of `clock`."""
 
     worker_id: str
     config: WorkerConfig
