@@ -40,42 +40,24 @@ def load(project: Project) -> Iterator[list[str]]:
             future.result()
 
 
-def counts(project: Project) -> dict[str, int]:
-    """Workers that are ready, by role."""
-    workers = project.cluster()["workers"]
-    return {role: sum((w["role"], w["state"]) == (role, "ready") for w in workers) for role in ONE_EACH}
-
-
 def containers(project: Project, service: str) -> list[str]:
-    return sorted(project.compose("ps", "--all", "--quiet", service).split())
-
-
-def drained(project: Project) -> bool:
-    state = project.cluster()
-    pool = state["pool"]
-    idle = all(worker["running"] == worker["waiting"] == worker["attempts"] == 0 for worker in state["workers"])
-    return idle and pool["free"] + pool["cached"] == pool["total"]
+    return [str(container["ID"]) for container in project.containers(service)]
 
 
 @pytest.fixture
-def back_to_one(project: Project) -> Iterator[Project]:
-    """With one worker of each role, before and after."""
-
-    def restore() -> None:
-        project.scale("decode=1", "prefill=1")
-        eventually("one worker of each role", lambda: counts(project) == ONE_EACH)
-
-    restore()
-    yield project
-    restore()
+def smallest(cluster: Project) -> Project:
+    """With one worker of each role; the next test's cluster is whole again."""
+    cluster.scale("decode=1", "prefill=1")
+    eventually("one worker of each role", lambda: cluster.counts() == ONE_EACH)
+    return cluster
 
 
-def test_scaling_cost_a_request_or_touched_another_role(back_to_one: Project) -> None:
-    project = back_to_one
+def test_scaling_cost_a_request_or_touched_another_role(smallest: Project) -> None:
+    project = smallest
     before = {service: containers(project, service) for service in ("router", "prefill", "decode")}
     with load(project) as answers:
         project.scale("decode=3")
-        eventually("three decode workers", lambda: counts(project) == {"prefill": 1, "decode": 3})
+        eventually("three decode workers", lambda: project.counts() == {"prefill": 1, "decode": 3})
         assert set(before["decode"]) < set(containers(project, "decode"))
         num_answers = len(answers)
         eventually("answers of the larger cluster", lambda: len(answers) >= num_answers + 2 * NUM_CLIENTS)
@@ -83,19 +65,19 @@ def test_scaling_cost_a_request_or_touched_another_role(back_to_one: Project) ->
         assert said.count(" is gone\n") == 2, said
         assert containers(project, "decode") == before["decode"]
         project.scale("prefill=2")
-        eventually("two prefill workers", lambda: counts(project) == {"prefill": 2, "decode": 1})
+        eventually("two prefill workers", lambda: project.counts() == {"prefill": 2, "decode": 1})
         project.scale("prefill=1")
-    eventually("one worker of each role", lambda: counts(project) == ONE_EACH)
+    eventually("one worker of each role", lambda: project.counts() == ONE_EACH)
     assert {service: containers(project, service) for service in before} == before
-    eventually("nothing is held", lambda: drained(project))
+    eventually("nothing is held", project.is_drained)
     assert all("Paris" in text for text in answers)
 
 
-def test_what_was_scaled_by_hand_was_miscounted(back_to_one: Project) -> None:
-    project = back_to_one
+def test_what_was_scaled_by_hand_was_miscounted(smallest: Project) -> None:
+    project = smallest
     oldest = containers(project, "decode")
     project.up("--no-recreate", "--scale", "decode=2")
-    eventually("two decode workers", lambda: counts(project) == {"prefill": 1, "decode": 2})
+    eventually("two decode workers", lambda: project.counts() == {"prefill": 1, "decode": 2})
     assert project.scale("decode=2").splitlines()[1:] == ["  decode: 2 → 2"]
     assert project.scale("decode=1").splitlines()[1] == "  decode: 2 → 1"
     assert containers(project, "decode") == oldest
