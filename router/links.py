@@ -3,7 +3,6 @@
 `scheduler` asks for it where pairs of workers are alike in all else.
 """
 
-import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -31,19 +30,15 @@ def best_links(links: Sequence[LinkView], turn: int) -> list[int]:
     could stay for ever: some placements, by `turn`, go to another link, one that was not measured if there is any.
     """
     if turn % LOOK_AROUND_EVERY == LOOK_AROUND_EVERY - 1:
-        indices = range(len(links))
-        choices = [index for index in indices if not links[index].bytes_per_s] or indices
-        return [choices[turn // LOOK_AROUND_EVERY % len(choices)]]
+        others = [index for index, link in enumerate(links) if not link.bytes_per_s] or range(len(links))
+        return [others[turn // LOOK_AROUND_EVERY % len(others)]]
     best_at = [0.0] * _NUM_DISTANCES
     for link in links:
         best_at[link.distance] = max(best_at[link.distance], link.bytes_per_s)
     expected = list(accumulate(reversed(best_at), max))[::-1]
     best = max(best_at)
-
-    def rank(link: LinkView) -> tuple[float, int]:
-        bytes_per_s = link.bytes_per_s or expected[link.distance]
-        return (math.floor(math.log2(best / bytes_per_s)) if bytes_per_s else math.inf, link.distance)
-
-    ranks = list(map(rank, links))
-    least = min(ranks)
-    return [index for index, its_rank in enumerate(ranks) if its_rank == least]
+    fast = [index for index, link in enumerate(links) if 2 * (link.bytes_per_s or expected[link.distance]) > best]
+    # Where nothing was measured all are as fast as any.
+    choices = fast or range(len(links))
+    nearest = min(links[index].distance for index in choices)
+    return [index for index in choices if links[index].distance == nearest]
