@@ -1,43 +1,20 @@
 """`splitserve scale` on a compose project: replicas come and go under load, and no request notices."""
 
-import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-
 import pytest
 
 from splitserve import Client
 from splitserve.client.types import Message
 from tests.e2e.project import Project, eventually
+from tests.e2e.streams import Load
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 QUESTION = [Message(role="user", content="What is the capital of France?")]
-NUM_CLIENTS = 3
 ONE_EACH = {"prefill": 1, "decode": 1}
 
 
-@contextmanager
-def load(project: Project) -> Iterator[list[str]]:
-    """Clients that ask one question after the other while the body runs; gives their answers, and raises what fails."""
-    over = threading.Event()
-    answers: list[str] = []
-
-    def ask(target: str) -> None:
-        with Client(target) as client:
-            while not over.is_set():
-                answers.append(client.chat(QUESTION, temperature=0, max_tokens=32).text)
-
-    target = project.published(50051)
-    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
-        asking = [pool.submit(ask, target) for _ in range(NUM_CLIENTS)]
-        try:
-            yield answers
-        finally:
-            over.set()
-        for future in asking:
-            future.result()
+def ask(client: Client) -> str:
+    return client.chat(QUESTION, temperature=0, max_tokens=32).text
 
 
 def containers(project: Project, service: str) -> list[str]:
@@ -55,12 +32,12 @@ def smallest(cluster: Project) -> Project:
 def test_scaling_cost_a_request_or_touched_another_role(smallest: Project) -> None:
     project = smallest
     before = {service: containers(project, service) for service in ("router", "prefill", "decode")}
-    with load(project) as answers:
+    with Load(project, ask) as load:
         project.scale("decode=3")
         eventually("three decode workers", lambda: project.counts() == {"prefill": 1, "decode": 3})
         assert set(before["decode"]) < set(containers(project, "decode"))
-        num_answers = len(answers)
-        eventually("answers of the larger cluster", lambda: len(answers) >= num_answers + 2 * NUM_CLIENTS)
+        num_answers = len(load.answers)
+        eventually("answers of the larger cluster", lambda: len(load.answers) >= num_answers + 6)
         said = project.scale("decode=1")
         assert said.count(" is gone\n") == 2, said
         assert containers(project, "decode") == before["decode"]
@@ -70,7 +47,7 @@ def test_scaling_cost_a_request_or_touched_another_role(smallest: Project) -> No
     eventually("one worker of each role", lambda: project.counts() == ONE_EACH)
     assert {service: containers(project, service) for service in before} == before
     eventually("nothing is held", project.is_drained)
-    assert all("Paris" in text for text in answers)
+    assert all("Paris" in text for text in load.answers)
 
 
 def test_what_was_scaled_by_hand_was_miscounted(smallest: Project) -> None:
