@@ -154,12 +154,12 @@ def model_directory() -> Path:
     return Path(subprocess.run(fetch, check=True, stdout=subprocess.PIPE, text=True).stdout.strip())
 
 
-def eventually(what: str, holds: Callable[[], bool]) -> None:
+def eventually(what: str, holds: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
     """Waits until `holds`: load and links reach the router a moment after they change. A router that does not answer
     holds nothing."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + patience_s
     while not _answers(holds):
-        assert time.monotonic() < deadline, f"not within {PATIENCE_S:.0f} s: {what}"
+        assert time.monotonic() < deadline, f"not within {patience_s:.0f} s: {what}"
         time.sleep(0.2)
 
 

@@ -40,7 +40,8 @@ def test_image_with_its_model_needs_a_network(project: Project, baked: str) -> N
             shown = project.docker(*status, check=False)
             return bool(shown) and bool(json.loads(shown)["ready"])
 
-        eventually("the cluster in it is ready", is_ready)
+        # Its cache is empty: kernels are compiled first.
+        eventually("the cluster in it is ready", is_ready, patience_s=480)
         assert json.loads(project.docker(*status))["model"] == "SmolLM2-135M-Instruct"
         asked = ("The capital of France is", "--quiet", "--max-tokens", "8", "--temperature", "0")
         assert project.docker("exec", name, "splitserve", "generate", *asked).strip()
