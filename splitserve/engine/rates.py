@@ -64,10 +64,11 @@ def measure_rates(
     read. A GPU, whose caches are small and which is slow with small pieces, reads a new buffer.
 
     The rate of multiplying is that of large square matmuls, in `dtype` or in float32, whichever is faster here: numbers
-    of either can be multiplied so. Each figure is the best of a few, taken while others may be at work: a start beside
-    another worker's may find less than the machine has.
+    of either can be multiplied so. Each figure is the best of a few, taken while others may be at work. One thread is
+    timed by the processor's own account, which leaves them out; of several threads, or of a GPU, a start beside another
+    worker's may find less than the machine has.
     """
-    watch = watch or Stopwatch(device)
+    watch = watch or Stopwatch(device, is_cpu_time=device.type == "cpu" and torch.get_num_threads() == 1)
     reads = _weights_in_place(layers) if device.type == "cpu" else _new_buffer(device)
     read_ms = min(_least_ms(task, watch, _READ_ROUNDS) for task in reads.tasks().values())
     num_read = reads.num_bytes
