@@ -6,6 +6,7 @@ default does badly, the default has a row of its own.
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -194,8 +195,15 @@ def _gguf(env: Environment, model: Path) -> Path:
         converter = (env.folder / "converter.txt").read_text(encoding="utf-8").strip()
         partial = weights.with_suffix(".partial")
         command = [sys.executable, converter, str(model), "--outtype", "bf16", "--outfile", str(partial)]
+        environ = os.environ | {"PYTHONPATH": str(env.converter_packages)}
         done = subprocess.run(  # noqa: S603
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_CONVERT_S, check=False
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_CONVERT_S,
+            check=False,
         )
         if done.returncode != 0:
             raise Unavailable(f"llama.cpp's converter failed: {done.stderr.strip().splitlines()[-1:]}")

@@ -46,6 +46,11 @@ class Environment:
     def python(self) -> Path:
         return self.folder / "bin" / "python"
 
+    @property
+    def converter_packages(self) -> Path:
+        """Of llama.cpp's: a folder for PYTHONPATH."""
+        return self.folder / "converter"
+
     def require(self) -> None:
         """Raises Unavailable with the reason where it has not been made."""
         if (self.folder / _BUILT).is_file():
@@ -114,6 +119,9 @@ def _llama(env: Environment) -> None:
     configure = ["cmake", "-G", "Ninja", "-S", str(tree), "-B", "build", "-DCMAKE_BUILD_TYPE=Release"]
     _run([*configure, "-DGGML_NATIVE=ON", *off], env.folder)
     _run(["ninja", "-C", "build", *_LLAMA_TARGETS], env.folder)
+    # What its converter needs beyond what this server has itself.
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(env.converter_packages)]
+    _run([*pip, "--requirement", str(_LISTS / "llama.txt")], env.folder)
     (env.folder / "converter.txt").write_text(f"{tree / 'convert_hf_to_gguf.py'}\n", encoding="utf-8")
 
 
