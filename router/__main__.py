@@ -24,7 +24,7 @@ from router.validation import RequestValidator
 from splitserve.models.description import ModelDescription
 from splitserve.models.locate import locate_model
 from splitserve.models.tokenizer import Tokenizer
-from splitserve.service.config import EXIT_CONFIG, run_process
+from splitserve.service.config import exit_status_of, run_process
 from splitserve.service.errors import SplitserveError, Unavailable
 from splitserve.service.http_server import HttpServer, serve_http
 from splitserve.service.lifecycle import StopRequest, first_of, run_loop
@@ -46,7 +46,7 @@ def main(config: RouterConfig) -> int:
         tokenizer = Tokenizer.load(model.directory)
     except SplitserveError as error:
         log.error("cannot serve", reason=error.message)
-        return EXIT_CONFIG
+        return exit_status_of(error)
     if config.served_model_name:
         model = dataclasses.replace(model, name=config.served_model_name)
     return run_loop(lambda stop: Router(config, model, tokenizer).run(stop), config.parent_fd)
@@ -114,7 +114,7 @@ class Router:
             http = await serve_http(self._app(), config.bind, config.http_port)
         except OSError as error:
             log.error("cannot listen", reason=str(error))
-            return EXIT_CONFIG
+            return exit_status_of(error)
         collect_rarely()
         log.info("listening", grpc=grpc_port, http=http.port, internal=internal_port)
         # To the end: a worker that dies while the last streams run is to be found as well.

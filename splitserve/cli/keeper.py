@@ -32,11 +32,21 @@ class Policy:
         return min(self.longest_delay_s, self.first_delay_s * 2.0 ** min(num_failures - 1, 30))
 
 
+@dataclass(frozen=True, slots=True)
+class _End:
+    """How a process ended that was not asked to: `words` are its last. `fatal`: why it is of no use to try again."""
+
+    what: str
+    words: str
+    fatal: SplitserveError | None
+
+
 class Keeper:
     """`run` once; `end` and `kill` from the same loop, at any time, also before it.
 
-    `is_new` says whether the process may still be given up: what has served once is started again for ever. `child` is
-    the process that runs now, None before the first start and between two.
+    `is_new` says whether the process may still be given up: what has served once is started again for ever, even where
+    it ends with EXIT_CONFIG, because what became wrong beside it may be mended. `child` is the process that runs now,
+    None before the first start and between two.
     """
 
     def __init__(
@@ -83,8 +93,8 @@ class Keeper:
         self._hurry.set()
 
     async def run(self) -> None:
-        """Returns with the process gone, because it was asked to end; raises InvalidRequest or Internal where starting
-        it again is hopeless. When cancelled, it has the process end as Ctrl-C does."""
+        """Returns with the process gone, because it was asked to end; raises InvalidRequest or Internal where it is
+        given up. When cancelled, it has the process end as Ctrl-C does."""
         try:
             await self._run()
         except SplitserveError as error:
@@ -98,21 +108,36 @@ class Keeper:
         loop = asyncio.get_running_loop()
         while not self._asked.is_set():
             started = loop.time()
-            self.child = await self._start(self.spec)
-            self.pid = self.child.pid
-            try:
-                self.status = await self._until_end(self.child)
-            finally:
-                ended, self.child = self.child, None
-            if self._asked.is_set():
+            end = await self._run_once()
+            if end is None:
                 return
-            self.has_started |= ended.startup_line is not None
             num_failures = 1 if loop.time() - started >= self._policy.steady_s else num_failures + 1
-            self._raise_if_hopeless(ended, num_failures)
-            delay_s = self._policy.delay_s(num_failures)
-            self._say(f"{self.spec.name} {describe_end(self.status)}; starting it again in {delay_s:g} s")
+            self._give_up_if_new(end, num_failures)
+            delay_s = self._policy.longest_delay_s if end.fatal else self._policy.delay_s(num_failures)
+            self._say(f"{end.what}; starting it again in {delay_s:g} s")
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._asked.wait(), delay_s)
+
+    async def _run_once(self) -> _End | None:
+        """From its start to its end; None where it was asked to end."""
+        name = self.spec.name
+        try:
+            self.child = await self._start(self.spec)
+        except Internal as error:
+            return _End(error.message, "", error)
+        self.pid = self.child.pid
+        try:
+            self.status = await self._until_end(self.child)
+        finally:
+            ended, self.child = self.child, None
+        if self._asked.is_set():
+            return None
+        self.has_started |= ended.startup_line is not None
+        words = last_words(ended.last_lines)
+        if self.status == EXIT_CONFIG:
+            what = f"{name} cannot start: {words}"
+            return _End(what, words, InvalidRequest(what))
+        return _End(f"{name} {describe_end(self.status)}", words, None)
 
     async def _until_end(self, child: Child) -> int:
         end = asyncio.create_task(child.wait())
@@ -127,14 +152,14 @@ class Keeper:
                 status = await child.stop(self._signal, self._grace_s, self._hurry)
         return end.result() if end.done() and not end.cancelled() else status
 
-    def _raise_if_hopeless(self, child: Child, num_failures: int) -> None:
-        name = self.spec.name
-        if self.status == EXIT_CONFIG:
-            raise InvalidRequest(f"{name} cannot start: {last_words(child.last_lines)}")
+    def _give_up_if_new(self, end: _End, num_failures: int) -> None:
         since = self._is_new(self)
-        if since is not None and num_failures >= self._policy.give_up_after:
-            end = describe_end(self.status)
-            raise Internal(f"{name} {end} {num_failures} times before {since}: {last_words(child.last_lines)}")
+        if since is None:
+            return
+        if end.fatal:
+            raise end.fatal
+        if num_failures >= self._policy.give_up_after:
+            raise Internal(f"{end.what} {num_failures} times before {since}: {end.words}")
 
 
 def describe_end(status: int) -> str:

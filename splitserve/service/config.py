@@ -12,12 +12,15 @@ import cyclopts
 import cyclopts.validators
 from cyclopts import App, Parameter
 
+from splitserve.service.errors import InvalidRequest, NotFound
+
 C = TypeVar("C")
 
 ENVIRONMENT_PREFIX = "SPLITSERVE_"
 
-# sysexits.h: the configuration is wrong, so starting again cannot help.
+# sysexits.h: the configuration is wrong, so starting again cannot help; what was missing may be there later, so it can.
 EXIT_CONFIG = 78
+EXIT_TEMPORARY = 75
 
 _UNITS = {"": 1, "B": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12} | {
     f"{letter}I": 1 << shift for letter, shift in (("K", 10), ("M", 20), ("G", 30), ("T", 40))
@@ -72,6 +75,11 @@ NonNegative = Annotated[int, Parameter(validator=cyclopts.validators.Number(gte=
 Positive = Annotated[int, Parameter(validator=cyclopts.validators.Number(gte=1))]
 Device = Annotated[str, _converter(parse_device)]
 Cores = Annotated[tuple[int, ...], _converter(parse_cores)]
+
+
+def exit_status_of(error: Exception) -> int:
+    """What a process that `error` kept from starting ends with: EXIT_CONFIG or EXIT_TEMPORARY."""
+    return EXIT_CONFIG if isinstance(error, InvalidRequest | NotFound | ValueError) else EXIT_TEMPORARY
 
 
 def new_app(name: str, help_text: str) -> App:

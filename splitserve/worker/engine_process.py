@@ -20,6 +20,7 @@ import structlog
 
 from kvtransfer import events
 from kvtransfer.agent import KVAgent
+from splitserve.service.config import exit_status_of
 from splitserve.service.errors import SplitserveError
 from splitserve.service.logging import configure_logging
 from splitserve.worker import commands, reports
@@ -80,7 +81,7 @@ def run_engine(make_engine: Callable[[EngineContext], RoleEngine], role: str) ->
     try:
         context = build_context(configure, link.send, inbox.put)
     except (SplitserveError, ValueError, OSError, MemoryError) as error:
-        link.send(reports.StartFailed(message=str(error)))
+        link.send(reports.StartFailed(message=str(error), status=exit_status_of(error)))
         return 1
     threading.Thread(target=_read_commands, args=(link, inbox), name="front-reader", daemon=True).start()
     try:

@@ -26,12 +26,16 @@ from splitserve.engine.trust import Trust
 from splitserve.models.cache import cache_root
 from splitserve.models.description import ModelDescription
 from splitserve.models.locate import locate_model
+from splitserve.service.errors import Unavailable
 from splitserve.service.huge_pages import huge_page_nbytes
 from splitserve.service.startup import process_age_s
 from splitserve.worker import commands, reports
 from splitserve.worker.config import WorkerConfig
 from splitserve.worker.gpu_claim import GpuClaim, claim_gpu
 from splitserve.worker.kv import TRANSPORTS, make_agent, model_fingerprint
+
+# This process's own context, which torch does not count, and what a desktop takes are less.
+_TAKEN_NBYTES = 2 << 30
 
 Publish = Callable[[reports.Report], None]
 
@@ -175,11 +179,24 @@ def _claim(configure: commands.Configure, find_gpus: Callable[[], Sequence[Gpu]]
 
 @contextmanager
 def _memory_errors(device: torch.device) -> Iterator[None]:
-    """A device that is too small is a wrong setting, no failure: ValueError."""
+    """A device that is too small is a wrong setting, no failure: ValueError. Unavailable where others hold much of it,
+    such as a predecessor that is about to let go."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise ValueError(f"model and KV pool do not fit into the memory of {device}: {error}") from error
+        taken = _taken_by_others(device)
+        message = f"model and KV pool do not fit into the memory of {device}: {error}"
+        if taken > _TAKEN_NBYTES:
+            raise Unavailable(f"{message}. Other processes hold {taken / (1 << 30):.1f} GiB of it") from error
+        raise ValueError(message) from error
+
+
+def _taken_by_others(device: torch.device) -> int:
+    """Bytes of its memory that are not this process's."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
 
 
 @contextmanager

@@ -15,7 +15,6 @@ import uuid
 import structlog
 from msgspec.structs import replace
 
-from splitserve.service.config import EXIT_CONFIG
 from splitserve.service.lifecycle import StopRequest, first_of, run_loop
 from splitserve.service.logging import configure_logging
 from splitserve.service.startup import process_age_s, startup_line
@@ -47,7 +46,7 @@ class Role(enum.Enum):
 
 
 def run_front(role: Role, config: WorkerConfig) -> int:
-    """The whole life of a worker; returns its exit status (EXIT_CONFIG: starting again cannot help)."""
+    """The whole life of a worker; returns its exit status (of a start that failed: `exit_status_of` why)."""
     configure_logging(f"{role.value}_worker")
     return run_loop(lambda stop: Front(role, config).run(stop), config.parent_fd)
 
@@ -93,9 +92,9 @@ class Front:
                     case reports.Ready() as report:
                         ready = report
                         return
-                    case reports.StartFailed(message=message):
+                    case reports.StartFailed(message=message, status=status):
                         log.error("cannot serve", reason=message)
-                        stop.set(message, EXIT_CONFIG)
+                        stop.set(message, status)
                         return
                     case None:
                         stop.set("the engine process ended during start-up", 1)

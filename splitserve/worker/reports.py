@@ -19,9 +19,10 @@ class Progress(Message, frozen=True):
 
 
 class StartFailed(Message, frozen=True):
-    """The engine cannot serve this configuration, now or later."""
+    """The engine cannot serve; `status` is what the worker ends with, and says whether it may at another start."""
 
     message: str
+    status: int
 
 
 class Memory(msgspec.Struct, frozen=True):

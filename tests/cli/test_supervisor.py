@@ -111,6 +111,26 @@ def test_hopeless_worker_was_started_for_ever(start: Callable[..., Up]) -> None:
     assert [pid for pid in up.pids() if is_alive(pid)] == []
 
 
+@pytest.mark.parametrize("role", ["decode", "router"])
+def test_one_that_cannot_start_again_ended_the_others(start: Callable[..., Up], tmp_path: Path, role: str) -> None:
+    """It is tried again, slowly, and serves once what became wrong is mended."""
+    up = start(decode=2)
+    up.wait_for("The cluster is ready")
+    assert eventually(lambda: len(up.pids()) == 4)
+    victim, others = next(iter(up.starts(role))), set(up.pids())
+    others.remove(victim)
+    behaviour = tmp_path / f"{role}.behaviour"
+    behaviour.write_text("config")
+    os.kill(victim, signal.SIGKILL)
+    up.wait_for(" cannot start: block size 7 does not divide 16; starting it again in 0.2 s")
+    assert eventually(lambda: len(up.pids()) >= 7)
+    assert all(is_alive(pid) for pid in others)
+    behaviour.write_text("")
+    assert eventually(lambda: any(is_alive(pid) and pid not in others for pid in up.starts(role)))
+    up.process.send_signal(signal.SIGINT)
+    assert up.end() == 0
+
+
 def test_worker_that_always_dies_kept_the_start_going_for_ever(start: Callable[..., Up]) -> None:
     up = start(env={"FAKE_DECODE": "crash", "FAKE_ROUTER": "crash"})
     assert up.end() == 1

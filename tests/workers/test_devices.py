@@ -10,6 +10,7 @@ import torch
 from splitserve.engine.layout import KVLayout
 from splitserve.engine.pool import KVPool
 from splitserve.engine.staging import StagedStore
+from splitserve.service.errors import Unavailable
 from splitserve.worker import commands, engine_setup
 from splitserve.worker.config import WorkerConfig
 from tests.lazy_device import LazyDevice
@@ -51,6 +52,23 @@ def test_full_device_is_an_accident(tiny: Tiny, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(engine_setup, "load_runner", load)
     with pytest.raises(ValueError, match="do not fit into the memory of cpu: CUDA out of memory"):
+        build(tiny("llama"), device="cpu")
+
+
+def test_device_that_others_hold_is_a_wrong_setting(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may let go of it, so the worker is to be started again."""
+
+    def load(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(engine_setup, "load_runner", load)
+    monkeypatch.setattr(engine_setup, "choose_device", lambda _: torch.device("cuda:0"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10 << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 8 << 30)
+    with pytest.raises(Unavailable, match=r"cuda:0: CUDA out of memory.*Other processes hold 62\.0 GiB of it"):
+        build(tiny("llama"), device="cpu")
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 69 << 30)
+    with pytest.raises(ValueError, match="cuda:0: CUDA out of memory"):
         build(tiny("llama"), device="cpu")
 
 

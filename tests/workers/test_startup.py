@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import structlog
 
+from splitserve.service.config import exit_status_of
+from splitserve.service.errors import InvalidRequest, NotFound, Unavailable
 from splitserve.service.logging import configure_logging
 from splitserve.service.startup import collect_rarely, find_startup_line, startup_line, uncollected_imports
 
@@ -60,6 +62,30 @@ def test_start_is_not_accounted_for(worker: "subprocess.Popen[str]") -> None:
     nbytes = dict(re.findall(r'splitserve_memory_bytes\{kind="([^"]*)",model="[^"]*"\} (\S+)', page))
     assert nbytes.keys() == {"weights", "packed_weights", "kv_pool", "huge_pages"}
     assert float(nbytes["kv_pool"]) <= 4 << 20
+
+
+@pytest.mark.parametrize("module", ["decode_worker", "router"])
+def test_what_may_be_there_later_ends_a_worker_for_good(module: str, tmp_path: Path) -> None:
+    """Exit status 75: the model hub does not answer. Nobody starts a process again that ends with 78."""
+    command = [sys.executable, "-m", module, "--model", "nobody/nothing"]
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "SPLITSERVE_CACHE": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+    assert (done.returncode, "the model hub gave no answer" in done.stderr) == (75, True), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (InvalidRequest("no such option"), 78),
+        (NotFound("no such model"), 78),
+        (ValueError("block size"), 78),
+        (Unavailable("no GPU is left"), 75),
+        (OSError("the address is in use"), 75),
+        (MemoryError(), 75),
+    ],
+)
+def test_supervisor_is_told_the_wrong_thing(error: Exception, status: int) -> None:
+    assert exit_status_of(error) == status
 
 
 def test_short_parts_vanish_from_the_sum() -> None:
