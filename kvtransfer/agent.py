@@ -28,6 +28,7 @@ from kvtransfer.events import (
     TransferFailed,
 )
 from kvtransfer.fingerprint import Fingerprint
+from kvtransfer.frames import Frame
 from kvtransfer.messages import AnyMessage, encode
 from kvtransfer.node import Node
 from kvtransfer.settings import KVSettings
@@ -298,7 +299,7 @@ class _Outbox:
         self.emit = emit
         self.cuts: deque[tuple[LinkId, str]] = deque()
 
-    def send(self, link: LinkId, message: AnyMessage, frames: Sequence[memoryview] = ()) -> SendHandle:
+    def send(self, link: LinkId, message: AnyMessage, frames: Sequence[Frame] = ()) -> SendHandle:
         return self._carrier.send(link, encode(message), frames)
 
     def cut(self, link: LinkId, reason: str) -> None:

@@ -1,7 +1,7 @@
 """The seam between protocol and transport: links that carry (header, raw frames) in order, and say when they end.
 
 Called by the KV thread alone, except `wake`. Implemented by `memory` (loopback twin), `zeromq` and, around either,
-`faults`. A link id is never reused in a carrier's life: a new connection is a new link.
+`pairs` (block bytes over NCCL or Gloo) and `faults`. A link id is never reused in a carrier's life: a new connection is a new link.
 """
 
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvtransfer.endpoint import KVEndpoint
+from kvtransfer.frames import Frame
 
 LinkId = int
 
@@ -24,12 +25,15 @@ class SendHandle(Protocol):
 class Connected:
     """An outgoing link can carry messages, or an incoming one (`is_incoming`) brought its first.
 
-    `path` is "ipc", "tcp" or "loopback"; "" where an incoming link does not show it.
+    `path` is "ipc", "tcp", "loopback" or that of a pair ("gloo", "nccl P2P/CUMEM"); "" where an incoming link does not
+    show it. `has_tensors`: frames are tensors on this link, not host memory. `detail` says why it is not a better path.
     """
 
     link: LinkId
     path: str
     is_incoming: bool
+    has_tensors: bool = False
+    detail: str = ""
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class Received:
 
     link: LinkId
     header: memoryview
-    frames: Sequence[memoryview]
+    frames: Sequence[Frame]
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class Carrier(Protocol):
         """Begins to dial. The outcome arrives as Connected or Disconnected; never raises for the peer's sake."""
         ...
 
-    def send(self, link: LinkId, header: bytes, frames: Sequence[memoryview]) -> SendHandle:
+    def send(self, link: LinkId, header: bytes, frames: Sequence[Frame]) -> SendHandle:
         """Queues one message without copying `frames`, which must not change until the handle is done.
 
         On a link that cannot take it the message is lost, the handle is done, and Disconnected follows.

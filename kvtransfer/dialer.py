@@ -8,7 +8,7 @@ import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from kvtransfer.carrier import LinkId
+from kvtransfer.carrier import Connected, LinkId
 from kvtransfer.context import Context
 from kvtransfer.endpoint import KVEndpoint
 from kvtransfer.events import LinkDown, LinkRefused, LinkUp
@@ -34,7 +34,7 @@ class Peer:
     back_off: float
     health: LinkHealth
     link: LinkId | None = None
-    path: str = ""
+    connection: Connected | None = None
 
 
 class Dialer:
@@ -77,13 +77,14 @@ class Dialer:
     def heard(self, link: LinkId) -> None:
         self._by_link[link].health.heard(self._our.clock())
 
-    def connected(self, link: LinkId, path: str) -> None:
-        peer = self._by_link.get(link)
+    def connected(self, connection: Connected) -> None:
+        peer = self._by_link.get(connection.link)
         if peer is None or peer.state is not PeerState.CONNECTING:
             return
-        peer.path = path
+        peer.connection = connection
         peer.state = PeerState.GREETING
-        self._our.outbox.send(link, Hello(PROTOCOL_VERSION, self._our.worker_id, peer.worker_id, self._our.fingerprint))
+        hello = Hello(PROTOCOL_VERSION, self._our.worker_id, peer.worker_id, self._our.fingerprint)
+        self._our.outbox.send(connection.link, hello)
 
     def welcomed(self, link: LinkId, welcome: Welcome) -> None:
         peer = self._by_link[link]
@@ -95,9 +96,10 @@ class Dialer:
         peer.state = PeerState.READY
         peer.back_off = self._our.settings.redial_min_s
         peer.health = LinkHealth(self._our.settings, self._our.clock())
-        self._our.counters.path(peer.worker_id, peer.path)
-        self._our.outbox.emit(LinkUp(peer.worker_id, peer.path))
-        self._source.link_ready(peer.worker_id, link, welcome.window_bytes, welcome.max_message_bytes)
+        assert peer.connection is not None
+        self._our.counters.path(peer.worker_id, peer.connection.path)
+        self._our.outbox.emit(LinkUp(peer.worker_id, peer.connection.path, peer.connection.detail))
+        self._source.link_ready(peer.worker_id, peer.connection, welcome.window_bytes, welcome.max_message_bytes)
 
     def refused(self, link: LinkId, refused: Refused) -> None:
         peer = self._by_link[link]

@@ -74,10 +74,11 @@ class TransferFailed:
 
 @dataclass(frozen=True)
 class LinkUp:
-    """We can send blocks to `worker_id`; `path` is "ipc", "tcp" or "loopback"."""
+    """We can send blocks to `worker_id`; `path` is as in `carrier.Connected`, `detail` why it is not a better one."""
 
     worker_id: str
     path: str
+    detail: str = ""
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,15 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import structlog
+import torch
 
 from kvtransfer.carrier import Carrier, CarrierEvent, Disconnected, LinkId, Received, SendHandle
 from kvtransfer.endpoint import KVEndpoint
 from kvtransfer.fault_plan import FaultPlan, FaultPlanFile, FaultRule, check_testing
+from kvtransfer.frames import Frame, copy_of, num_bytes
 from kvtransfer.memory import SCHEME
 from kvtransfer.messages import AnyMessage, BadMessageError, decode
 from splitserve.service.errors import InvalidRequest
@@ -25,6 +28,7 @@ log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 # How soon a replaced plan lets go what the last one held.
 _PLAN_INTERVAL_S = 0.01
+_Bytes = TypeVar("_Bytes", bytearray, torch.Tensor)
 _LOOPBACK = (SCHEME, "tcp://127.", "tcp://[::1]:", "tcp://localhost:")
 
 
@@ -48,7 +52,7 @@ class _Held:
     number: int
     link: LinkId = field(compare=False)
     header: bytes = field(compare=False)
-    frames: Sequence[memoryview] = field(compare=False)
+    frames: Sequence[Frame] = field(compare=False)
     handle: _HeldHandle | None = field(compare=False)
 
 
@@ -65,7 +69,7 @@ class _Fate:
     """What the plan makes of one message."""
 
     header: bytes
-    frames: Sequence[memoryview]
+    frames: Sequence[Frame]
     is_lost: bool
     is_repeated: bool = False
     delay: float = 0.0
@@ -106,7 +110,7 @@ class FaultyCarrier:
             self._cut(link, f"a fault plan is accepted only on loopback endpoints, not on {endpoint.tcp}")
         return link
 
-    def send(self, link: LinkId, header: bytes, frames: Sequence[memoryview]) -> SendHandle:
+    def send(self, link: LinkId, header: bytes, frames: Sequence[Frame]) -> SendHandle:
         handle = _HeldHandle()
         self._pass(link, header, frames, handle)
         self._release_due()
@@ -163,7 +167,7 @@ class FaultyCarrier:
             held.due = min(held.due, now)
         heapq.heapify(self._held)
 
-    def _pass(self, link: LinkId, header: bytes, frames: Sequence[memoryview], handle: _HeldHandle | None) -> None:
+    def _pass(self, link: LinkId, header: bytes, frames: Sequence[Frame], handle: _HeldHandle | None) -> None:
         """Lets one message through the plan: zero, one or two copies of it are held until they are due."""
         self._look_at_file()
         direction = "in" if handle is None else "out"
@@ -174,7 +178,7 @@ class FaultyCarrier:
             log.info("fault", kind=rule.kind, message=type(message).__name__, transfer=transfer)
             self._strike(rule, link, fate)
         if fate.is_repeated:
-            copies = [memoryview(bytes(frame)) for frame in fate.frames]
+            copies = [copy_of(frame) for frame in fate.frames]
             self._hold(fate.delay, link, fate.header, copies, _HeldHandle() if handle is not None else None)
         if not fate.is_lost:
             self._hold(fate.delay, link, fate.header, fate.frames, handle)
@@ -211,14 +215,14 @@ class FaultyCarrier:
         return struck
 
     def _hold(
-        self, delay: float, link: LinkId, header: bytes, frames: Sequence[memoryview], handle: _HeldHandle | None
+        self, delay: float, link: LinkId, header: bytes, frames: Sequence[Frame], handle: _HeldHandle | None
     ) -> None:
         direction = "in" if handle is None else "out"
         lane = self._lanes[link, direction]
         due = max(self._clock(), lane.frozen_until, lane.free_at)
         rate = self._bytes_per_s(direction)
         if rate:
-            due += (len(header) + sum(frame.nbytes for frame in frames)) / rate
+            due += (len(header) + num_bytes(frames)) / rate
             lane.free_at = due
         heapq.heappush(self._held, _Held(due + delay, next(self._numbers), link, header, frames, handle))
 
@@ -235,10 +239,14 @@ class FaultyCarrier:
             return
         damaged = list(fate.frames)
         victim = self._random.randrange(len(damaged))
-        damaged[victim] = memoryview(self._flip(bytearray(damaged[victim])))
+        frame = damaged[victim]
+        if isinstance(frame, memoryview):
+            damaged[victim] = memoryview(self._flip(bytearray(frame)))
+        else:
+            damaged[victim] = self._flip(frame.clone())
         fate.frames = damaged
 
-    def _flip(self, data: bytearray) -> bytearray:
+    def _flip(self, data: _Bytes) -> _Bytes:
         data[self._random.randrange(len(data))] ^= 1 << self._random.randrange(8)
         return data
 

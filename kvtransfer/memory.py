@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from kvtransfer.carrier import CarrierEvent, Connected, Disconnected, LinkId, Received
 from kvtransfer.endpoint import KVEndpoint
+from kvtransfer.frames import Frame, copy_of
 from splitserve.service.errors import Unavailable
 
 SCHEME = "memory://"
@@ -29,7 +30,7 @@ class _Parcel:
 
     link: LinkId
     header: bytes
-    frames: Sequence[memoryview]
+    frames: Sequence[Frame]
     handle: _Handle
 
 
@@ -91,7 +92,7 @@ class MemoryCarrier:
             far._push(Connected(far_link, "loopback", is_incoming=True))
             return link
 
-    def send(self, link: LinkId, header: bytes, frames: Sequence[memoryview]) -> _Handle:
+    def send(self, link: LinkId, header: bytes, frames: Sequence[Frame]) -> _Handle:
         with self._hub.lock:
             pair = self._pairs.get(link)
             if pair is None:
@@ -110,7 +111,7 @@ class MemoryCarrier:
     def _unpack(self, item: CarrierEvent | _Parcel) -> CarrierEvent:
         if not isinstance(item, _Parcel):
             return item
-        frames = [memoryview(bytes(frame)) for frame in item.frames]
+        frames = [copy_of(frame) for frame in item.frames]
         item.handle.done = True
         return Received(item.link, memoryview(item.header), frames)
 

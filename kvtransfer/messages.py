@@ -152,23 +152,24 @@ def seal(body: bytes) -> bytes:
     return xxhash.xxh3_64_digest(body) + body
 
 
-def decode(header: memoryview | bytes) -> AnyMessage:
-    """Raises BadMessageError for anything that is not one complete, undamaged, typed, bounded message."""
-    if len(header) > MAX_HEADER_BYTES:
-        raise BadMessageError(f"header of {len(header)} bytes, the limit is {MAX_HEADER_BYTES}")
-    checksum, body = header[:CHECKSUM_BYTES], header[CHECKSUM_BYTES:]
+def unseal(sealed: memoryview | bytes) -> memoryview | bytes:
+    """What `seal` was given. Raises BadMessageError where it is not that any more, or too long."""
+    if len(sealed) > MAX_HEADER_BYTES:
+        raise BadMessageError(f"header of {len(sealed)} bytes, the limit is {MAX_HEADER_BYTES}")
+    checksum, body = sealed[:CHECKSUM_BYTES], sealed[CHECKSUM_BYTES:]
     # Blocks have digests of their own; this one guards the first token and its like, which nothing else would.
     if xxhash.xxh3_64_digest(body) != checksum:
-        raise BadMessageError(f"header of {len(header)} bytes that does not match its checksum")
+        raise BadMessageError(f"header of {len(sealed)} bytes that does not match its checksum")
+    return body
+
+
+def decode(header: memoryview | bytes) -> AnyMessage:
+    """Raises BadMessageError for anything that is not one complete, undamaged, typed, bounded message."""
+    body = unseal(header)
     try:
         return _decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BadMessageError(f"undecodable header of {len(header)} bytes: {error}") from error
-
-
-def digest(data: memoryview) -> bytes:
-    """xxh3-128 of one block's bytes."""
-    return xxhash.xxh3_128_digest(data)
 
 
 def shorten(detail: str) -> str:

@@ -46,8 +46,8 @@ class Node:
 
     def handle(self, event: CarrierEvent) -> None:
         match event:
-            case Connected(link=link, path=path, is_incoming=False):
-                self.dialer.connected(link, path)
+            case Connected(is_incoming=False):
+                self.dialer.connected(event)
             case Connected(link=link, path=path):
                 self.greeter.connected(link, path)
             case Disconnected(link=link, reason=reason):

@@ -5,13 +5,14 @@ from typing import Protocol
 
 from kvtransfer.carrier import LinkId, SendHandle
 from kvtransfer.events import KVEvent
+from kvtransfer.frames import Frame
 from kvtransfer.messages import AnyMessage
 
 Clock = Callable[[], float]
 
 
 class Outbox(Protocol):
-    def send(self, link: LinkId, message: AnyMessage, frames: Sequence[memoryview] = ()) -> SendHandle: ...
+    def send(self, link: LinkId, message: AnyMessage, frames: Sequence[Frame] = ()) -> SendHandle: ...
 
     def emit(self, event: KVEvent) -> None: ...
 

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from kvtransfer.carrier import LinkId
 from kvtransfer.context import Context
 from kvtransfer.events import FailureReason, Side, TransferComplete, TransferFailed, reason_from_peer
-from kvtransfer.messages import Acked, BadMessageError, Blocks, BlocksAck, Cancel, Closed, Finish, Open, digest, shorten
+from kvtransfer.frames import Frame, digest, num_bytes
+from kvtransfer.messages import Acked, BadMessageError, Blocks, BlocksAck, Cancel, Closed, Finish, Open, shorten
 from kvtransfer.sink_transfer import Problem, SinkTransfer
 
 # How many ended transfers are remembered, only to tell a late source why; never to act on.
@@ -52,7 +53,7 @@ class Sink:
                 self._fail(transfer, FailureReason.LINK_LOST, reason)
 
     def receive(
-        self, link: LinkId, worker_id: str, message: Open | Blocks | Finish | Cancel, frames: Sequence[memoryview]
+        self, link: LinkId, worker_id: str, message: Open | Blocks | Finish | Cancel, frames: Sequence[Frame]
     ) -> None:
         """Raises BadMessageError when the message cannot come from a correct source: the link has to end."""
         if isinstance(message, Blocks):
@@ -96,13 +97,13 @@ class Sink:
         if problem is not None:
             self._fail(transfer, *problem)
 
-    def _on_blocks(self, link: LinkId, worker_id: str, message: Blocks, frames: Sequence[memoryview]) -> None:
+    def _on_blocks(self, link: LinkId, worker_id: str, message: Blocks, frames: Sequence[Frame]) -> None:
         if not len(message.indices) == len(message.digests) == len(frames):
             counts = f"{len(message.indices)} indices, {len(message.digests)} digests, {len(frames)} frames"
             raise BadMessageError(f"Blocks with {counts}")
         transfer = self._bound(message.transfer_id, link, worker_id)
         if transfer is None:
-            self._our.counters.dropped(sum(frame.nbytes for frame in frames))
+            self._our.counters.dropped(num_bytes(frames))
             detail = self._why_closed(message.transfer_id)
             self._our.outbox.send(link, BlocksAck(message.transfer_id, message.sequence, is_closed=True, detail=detail))
             return
@@ -124,7 +125,7 @@ class Sink:
             return None
         return FailureReason.PROTOCOL, f"tensor-parallel rank and size: sink {ours}, source {theirs}"
 
-    def _take_block(self, transfer: SinkTransfer, index: int, value: bytes, frame: memoryview) -> Problem | None:
+    def _take_block(self, transfer: SinkTransfer, index: int, value: bytes, frame: Frame) -> Problem | None:
         if not transfer.is_expected(index):
             first, last = transfer.num_cached_blocks, transfer.num_blocks - 1
             return FailureReason.PROTOCOL, f"block {index} is outside of {first}..{last}"

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from kvtransfer.carrier import LinkId
+from kvtransfer.carrier import Connected, LinkId
 from kvtransfer.context import Context
 from kvtransfer.credit import CreditWindow
 from kvtransfer.events import FailureReason, LinkMeasured, Side, TransferAcked, TransferFailed, reason_from_peer
-from kvtransfer.messages import Acked, Blocks, BlocksAck, Cancel, Closed, Open, digest, shorten
+from kvtransfer.frames import Frame, digest
+from kvtransfer.messages import Acked, Blocks, BlocksAck, Cancel, Closed, Open, shorten
 from kvtransfer.source_link import ReadyLink
 from kvtransfer.source_transfer import SourceTransfer
 from kvtransfer.ticket import Ticket
@@ -64,16 +65,17 @@ class Source:
 
     # What the dialler tells.
 
-    def link_ready(self, worker_id: str, link: LinkId, window_bytes: int, max_message_bytes: int) -> None:
+    def link_ready(self, worker_id: str, connection: Connected, window_bytes: int, max_message_bytes: int) -> None:
         ready = ReadyLink(
-            link=link,
+            link=connection.link,
+            has_tensors=connection.has_tensors,
             worker_id=worker_id,
             credit=CreditWindow(window_bytes),
             max_message_bytes=min(max_message_bytes, self._our.settings.frame_bytes),
             progress_at=self._our.clock(),
         )
-        self._links[link] = ready
-        self._link_by_worker[worker_id] = link
+        self._links[ready.link] = ready
+        self._link_by_worker[worker_id] = ready.link
         for transfer in list(self._transfers.values()):
             is_waiting = transfer.link is None and not transfer.is_ended
             if is_waiting and transfer.ticket.sink_worker_id == worker_id:
@@ -231,7 +233,7 @@ class Source:
 
     def _send_batch(self, ready: ReadyLink, transfer: SourceTransfer, batch: list[tuple[int, int]]) -> None:
         try:
-            frames = [self._our.store.view(block_id) for _, block_id in batch]
+            frames: list[Frame] = [self._frame(block_id, ready) for _, block_id in batch]
         except (ValueError, LookupError) as error:
             self._fail(transfer, FailureReason.INVALID, f"a block cannot be read: {error}")
             return
@@ -256,6 +258,10 @@ class Source:
         transfer.num_bytes += num_bytes
         self._our.counters.sent(ready.worker_id, len(batch), num_bytes)
         self._our.counters.in_flight(ready.worker_id, ready.credit.used, ready.credit.peak)
+
+    def _frame(self, block_id: int, ready: ReadyLink) -> Frame:
+        store = self._our.store
+        return store.tensor_view(block_id) if ready.has_tensors else store.view(block_id)
 
     # How a transfer ends.
 

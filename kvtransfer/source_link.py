@@ -13,6 +13,7 @@ class ReadyLink:
     """Its credit, and the transfers on it, oldest first."""
 
     link: LinkId
+    has_tensors: bool
     worker_id: str
     credit: CreditWindow
     max_message_bytes: int

@@ -6,6 +6,10 @@ The engine's KVPool satisfies it in host memory, its StagedStore in a device's; 
 from collections.abc import Iterable
 from typing import Protocol
 
+import torch
+
+from kvtransfer.frames import Frame
+
 
 class BlockStore(Protocol):
     @property
@@ -20,6 +24,10 @@ class BlockStore(Protocol):
         """The bytes of one block, as they stay while it is lent. Raises ValueError for an unknown id."""
         ...
 
-    def write(self, block_id: int, data: memoryview) -> None:
+    def tensor_view(self, block_id: int) -> torch.Tensor:
+        """The same as uint8 `[block_nbytes]` on the pool's device, for a link that carries tensors."""
+        ...
+
+    def write(self, block_id: int, data: Frame) -> None:
         """Copies `data` (block_nbytes bytes) into the block. Raises ValueError for an unknown id or a wrong size."""
         ...

@@ -14,6 +14,7 @@ import zmq
 
 from kvtransfer.carrier import CarrierEvent, Connected, Disconnected, LinkId
 from kvtransfer.endpoint import KVEndpoint
+from kvtransfer.frames import Frame, in_host_memory
 from kvtransfer.messages import MAX_HEADER_BYTES
 from kvtransfer.same_host import IpcDirectory, is_same_host
 from kvtransfer.zmq_link import NOTHING_TO_READ, Handle, OutgoingLink
@@ -114,12 +115,12 @@ class ZeroMQCarrier:
         self._poller.register(outgoing.monitor, zmq.POLLIN)
         return link
 
-    def send(self, link: LinkId, header: bytes, frames: Sequence[memoryview]) -> Handle:
+    def send(self, link: LinkId, header: bytes, frames: Sequence[Frame]) -> Handle:
         outgoing = self._outgoing.get(link)
         if outgoing is not None:
-            return outgoing.send(header, frames)
+            return outgoing.send(header, in_host_memory(frames))
         if self._incoming.owns(link):
-            self._incoming.send(link, header, frames)
+            self._incoming.send(link, header, in_host_memory(frames))
         return NOTHING_TO_READ
 
     def disconnect(self, link: LinkId) -> None:

@@ -49,10 +49,18 @@ class KVPool:
             raise ValueError(f"a pool on {self.tensor.device} has no view in host memory")
         return self._bytes[block_id * self.block_nbytes : (block_id + 1) * self.block_nbytes]
 
-    def write(self, block_id: int, data: bytes | bytearray | memoryview) -> None:
-        """Copies one whole block into the pool. ValueError and no change as for `view`, and for a wrong size."""
+    def tensor_view(self, block_id: int) -> torch.Tensor:
+        """The block's bytes as uint8 `[block_nbytes]`, without a copy. ValueError for an unknown block."""
+        self._require_block(block_id)
+        return self.tensor[block_id].view(-1).view(torch.uint8)
+
+    def write(self, block_id: int, data: bytes | bytearray | memoryview | torch.Tensor) -> None:
+        """Copies one whole block into the pool; a tensor is uint8 in host memory.
+
+        ValueError and no change as for `view`, and for a wrong size.
+        """
         target = self.view(block_id)
-        source = memoryview(data).cast("B")
+        source = data.numpy().data if isinstance(data, torch.Tensor) else memoryview(data).cast("B")
         if source.nbytes != self.block_nbytes:
             raise ValueError(f"a block has {self.block_nbytes} bytes, not {source.nbytes}")
         target[:] = source

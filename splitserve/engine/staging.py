@@ -29,6 +29,10 @@ class CopyLane(Protocol):
         """Copies once the device has reached the mark `after`; on return the bytes are there."""
         ...
 
+    def reach(self, mark: object) -> None:
+        """Returns once the device has reached the mark."""
+        ...
+
 
 class CudaLane:
     """A CUDA stream of its own, and events on the engine's."""
@@ -52,6 +56,10 @@ class CudaLane:
             self._stream.wait_event(after)
             target.copy_(source, non_blocking=True)
         self._stream.synchronize()
+
+    def reach(self, mark: object) -> None:
+        assert isinstance(mark, torch.cuda.Event)
+        mark.synchronize()
 
 
 class StagedStore:
@@ -81,9 +89,25 @@ class StagedStore:
         self._lane.copy(staged, self._blocks[block_id], mark)
         return staged.numpy().data
 
-    def write(self, block_id: int, data: bytes | bytearray | memoryview) -> None:
-        """Copies one whole block into the pool. ValueError and no change as for `view`, and for a wrong size."""
+    def tensor_view(self, block_id: int) -> torch.Tensor:
+        """The block itself, uint8 `[block_nbytes]` on the device. ValueError as for `view`.
+
+        Unlike a view in host memory it is the pool's: to be read only while the block is lent.
+        """
+        self._lane.reach(self._mark_of(block_id))
+        return self._blocks[block_id]
+
+    def write(self, block_id: int, data: bytes | bytearray | memoryview | torch.Tensor) -> None:
+        """Copies one whole block into the pool; a tensor is uint8, wherever it is.
+
+        ValueError and no change as for `view`, and for a wrong size.
+        """
         mark = self._mark_of(block_id)
+        if isinstance(data, torch.Tensor):
+            if data.nbytes != self.block_nbytes:
+                raise ValueError(f"a block has {self.block_nbytes} bytes, not {data.nbytes}")
+            self._lane.copy(self._blocks[block_id], data, mark)
+            return
         source = memoryview(data).cast("B")
         if source.nbytes != self.block_nbytes:
             raise ValueError(f"a block has {self.block_nbytes} bytes, not {source.nbytes}")

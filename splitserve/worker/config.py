@@ -48,8 +48,8 @@ class WorkerConfig:
     "Threads that one step computes with."
     cores: Cores | None = None
     "Processor cores of the engine thread, such as 0,1; default: all."
-    kv_transport: Literal["auto", "zmq"] = "auto"
-    "How KV blocks travel."
+    kv_transport: str = "auto"
+    "How KV blocks travel: zmq, nccl, gloo, or several in order of preference, such as nccl,zmq; auto: nccl,zmq on a GPU."
     bind: str = "127.0.0.1"
     "Address that the KV and HTTP ports listen on."
     advertise: str | None = None

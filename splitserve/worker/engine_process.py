@@ -214,8 +214,9 @@ class EngineLoop:
 
     def _dispatch(self, item: commands.Command | events.KVEvent) -> None:
         match item:
-            case events.LinkUp(worker_id=peer, path=path):
-                self._publish(reports.LinkReport(peer=peer, reachable=True, detail=path))
+            case events.LinkUp(worker_id=peer, path=path, detail=detail):
+                shown = f"{path} ({detail})" if detail else path
+                self._publish(reports.LinkReport(peer=peer, reachable=True, detail=shown))
             case events.LinkMeasured(worker_id=peer, path=path, bytes_per_s=bytes_per_s):
                 self._publish(reports.LinkReport(peer=peer, reachable=True, detail=path, bytes_per_s=bytes_per_s))
             case events.LinkDown(worker_id=peer, reason=reason):

@@ -32,7 +32,7 @@ from splitserve.service.startup import process_age_s
 from splitserve.worker import commands, reports
 from splitserve.worker.config import WorkerConfig
 from splitserve.worker.gpu_claim import GpuClaim, claim_gpu
-from splitserve.worker.kv import TRANSPORTS, make_agent, model_fingerprint
+from splitserve.worker.kv import make_agent, model_fingerprint, transports
 
 # This process's own context, which torch does not count, and what a desktop takes are less.
 _TAKEN_NBYTES = 2 << 30
@@ -110,7 +110,8 @@ def build_context(
     fingerprint = model_fingerprint(config.served_model_name or description.name, description.revision, runner.layout)
     # Started unpinned: the KV thread and ZeroMQ's I/O thread inherit every core, so that they stay off the engine's.
     with times.part("KV endpoint"):
-        agent = make_agent(config, configure.worker_id, fingerprint, block_store(runner.pool), on_event)
+        store = block_store(runner.pool)
+        agent = make_agent(config, configure.worker_id, fingerprint, store, device, on_event)
         agent.start()
     if config.cores:
         os.sched_setaffinity(0, config.cores)
@@ -152,7 +153,7 @@ def ready_report(context: EngineContext) -> reports.Ready:
         kv_endpoint=context.agent.endpoint,
         device=str(runner.pool.tensor.device),
         topology_group=context.claim.gpu.topology_group if context.claim else "",
-        transport=TRANSPORTS[config.kv_transport],
+        transport=",".join(transports(config.kv_transport, runner.pool.tensor.device)),
         numerics=runner.numerics,
         recompute_exact=runner.recompute_exact,
         linear=made.linear,

@@ -6,23 +6,27 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from kvtransfer.agent import KVAgent
 from kvtransfer.carrier import Carrier
 from kvtransfer.events import KVEvent
 from kvtransfer.fault_plan import FaultPlanFile
 from kvtransfer.faults import FaultyCarrier
 from kvtransfer.fingerprint import Fingerprint
+from kvtransfer.pairs.carrier import PairCarrier, PairSettings
 from kvtransfer.settings import KVSettings
 from kvtransfer.store import BlockStore
 from kvtransfer.zeromq import ZeroMQCarrier, ZeroMQSettings
 from splitserve.engine.layout import KVLayout
-from splitserve.service.errors import Unavailable
+from splitserve.service.errors import InvalidRequest, Unavailable
 from splitserve.worker.config import WorkerConfig
 
-# What --kv-transport asks for, and what is then used and shown.
-TRANSPORTS = {"auto": "zmq", "zmq": "zmq"}
+TRANSPORTS = ("zmq", "nccl", "gloo")
 # A router that is being replaced has no address for a moment; the worker can do nothing without it anyway.
 ROUTER_TIMEOUT_S = 60.0
+# NCCL may take seconds to start.
+PAIR_TIMEOUT_S = 20.0
 _RETRY_PAUSE_S = 0.5
 
 
@@ -41,28 +45,55 @@ def model_fingerprint(model: str, revision: str, layout: KVLayout) -> Fingerprin
     )
 
 
+def transports(wanted: str, device: torch.device) -> tuple[str, ...]:
+    """What --kv-transport comes to, in order of preference. Raises InvalidRequest for a name that is none."""
+    if wanted == "auto":
+        return ("nccl", "zmq") if device.type == "cuda" else ("zmq",)
+    names = tuple(dict.fromkeys(name.strip() for name in wanted.split(",")))
+    if unknown := [name for name in names if name not in TRANSPORTS]:
+        raise InvalidRequest(
+            f"--kv-transport {unknown[0]}: there are auto, {', '.join(TRANSPORTS)}, or a list of them",
+            field="kv_transport",
+        )
+    return names
+
+
 def make_agent(
     config: WorkerConfig,
     worker_id: str,
     fingerprint: Fingerprint,
     store: BlockStore,
+    device: torch.device,
     on_event: Callable[[KVEvent], None],
 ) -> KVAgent:
     """Not yet started; binds an ephemeral port on the configured address.
 
     Raises `Unavailable` when the worker has to find out its own address and cannot, see `advertised_host`.
     """
-    carrier: Carrier = ZeroMQCarrier(
+    host = advertised_host(config)
+    control = ZeroMQCarrier(
         ZeroMQSettings(
             bind=config.bind,
-            advertise=advertised_host(config),
+            advertise=host,
             max_block_bytes=store.block_nbytes,
             ipc_parent=Path(config.kv_socket_dir) if config.kv_socket_dir else None,
         )
     )
+    names = transports(config.kv_transport, device)
+    pairs = PairSettings(
+        transports=names,
+        block_nbytes=store.block_nbytes,
+        device=device,
+        host=host,
+        form_timeout_s=PAIR_TIMEOUT_S,
+        timeout_s=config.transfer_timeout,
+    )
+    carrier: Carrier = PairCarrier(control, pairs)
     if config.fault_plan:
         carrier = FaultyCarrier(carrier, FaultPlanFile(Path(config.fault_plan)))
     settings = KVSettings(
+        # A handshake that has to form pairs may try each of them in turn.
+        connect_timeout_s=KVSettings.connect_timeout_s + PAIR_TIMEOUT_S * sum(name != "zmq" for name in names),
         transfer_timeout_s=config.transfer_timeout,
         ping_interval_s=config.kv_peer_timeout / 4,
         ping_timeout_s=config.kv_peer_timeout,

@@ -7,16 +7,23 @@ import pytest
 from tests.kvtransfer.worlds import World, world
 
 
-@pytest.fixture(params=["loopback", "tcp", "ipc"])
+@pytest.fixture(params=["loopback", "tcp", "ipc", "gloo"])
 def net(request: pytest.FixtureRequest) -> Iterator[World]:
     """A world over each carrier."""
     with world(request.param) as made:
         yield made
 
 
+@pytest.fixture(params=["tcp", "ipc", "gloo"])
+def real_net(request: pytest.FixtureRequest) -> Iterator[World]:
+    """A world over sockets, for what only a real transport does."""
+    with world(request.param) as made:
+        yield made
+
+
 @pytest.fixture(params=["tcp", "ipc"])
 def zmq_net(request: pytest.FixtureRequest) -> Iterator[World]:
-    """A world over ZeroMQ, for what only a real transport does."""
+    """A world over ZeroMQ, for what is said of its sockets."""
     with world(request.param) as made:
         yield made
 

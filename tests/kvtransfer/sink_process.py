@@ -1,6 +1,6 @@
 """A sink in a process of its own, for tests that freeze or kill it.
 
-Run as `python -m tests.kvtransfer.sink_process WORKER_ID PORT BLOCK_NBYTES`. Writes its endpoint as one line of JSON,
+Run as `python -m tests.kvtransfer.sink_process WORKER_ID PORT BLOCK_NBYTES TRANSPORT`. Writes its endpoint as one line of JSON,
 then per terminal event a line; reads lines `expect TRANSFER_ID NUM_BLOCKS`; ends with its standard input.
 """
 
@@ -20,7 +20,7 @@ from kvtransfer.events import KVEvent, TransferComplete, TransferFailed
 from kvtransfer.settings import KVSettings
 from kvtransfer.ticket import Ticket
 from kvtransfer.zeromq import ZeroMQCarrier, ZeroMQSettings
-from tests.kvtransfer.worlds import FINGERPRINT, PATIENCE_S, ByteStore
+from tests.kvtransfer.worlds import FINGERPRINT, PATIENCE_S, ByteStore, gloo_carrier
 
 NUM_BLOCKS = 64
 WINDOW_BYTES = 256 * 1024
@@ -58,8 +58,12 @@ class SinkProcess:
 
 
 @contextmanager
-def sink_process(worker_id: str, *, block_nbytes: int, port: int = 0) -> Iterator[SinkProcess]:
-    command = [sys.executable, "-m", "tests.kvtransfer.sink_process", worker_id, str(port), str(block_nbytes)]
+def sink_process(
+    worker_id: str, *, block_nbytes: int, port: int = 0, transport: str = "zmq"
+) -> Iterator[SinkProcess]:
+    """`transport`: "gloo", or anything else for plain ZeroMQ."""
+    command = [sys.executable, "-m", "tests.kvtransfer.sink_process"]
+    command += [worker_id, str(port), str(block_nbytes), transport]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -72,7 +76,7 @@ def sink_process(worker_id: str, *, block_nbytes: int, port: int = 0) -> Iterato
             process.kill()
 
 
-def main(worker_id: str, port: int, block_nbytes: int) -> None:
+def main(worker_id: str, port: int, block_nbytes: int, transport: str) -> None:
     def say(line: str) -> None:
         os.write(1, line.encode() + b"\n")
 
@@ -84,11 +88,12 @@ def main(worker_id: str, port: int, block_nbytes: int) -> None:
 
     # The log goes to standard output, which is the parent's here.
     sys.stdout = sys.stderr
+    zmq_carrier = ZeroMQCarrier(ZeroMQSettings(port=port, max_block_bytes=block_nbytes))
     agent = KVAgent(
         worker_id=worker_id,
         fingerprint=FINGERPRINT,
         store=ByteStore(NUM_BLOCKS, block_nbytes),
-        carrier=ZeroMQCarrier(ZeroMQSettings(port=port, max_block_bytes=block_nbytes)),
+        carrier=gloo_carrier(block_nbytes, port) if transport == "gloo" else zmq_carrier,
         settings=KVSettings(window_bytes=WINDOW_BYTES),
         on_event=on_event,
     )
@@ -109,4 +114,4 @@ def main(worker_id: str, port: int, block_nbytes: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

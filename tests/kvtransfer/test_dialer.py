@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvtransfer.carrier import Connected
 from kvtransfer.context import Context
 from kvtransfer.counters import Counters
 from kvtransfer.dialer import Dialer
@@ -37,7 +38,7 @@ class Dialled:
 
     def connected(self) -> None:
         """The newest link comes as far as its hello."""
-        self.dialer.connected(self.num_links, "tcp")
+        self.dialer.connected(Connected(self.num_links, "tcp", is_incoming=False))
         assert isinstance(self.outbox.sent.pop().message, Hello)
 
     def ready(self) -> None:

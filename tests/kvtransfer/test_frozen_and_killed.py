@@ -26,11 +26,11 @@ class RepeatingStore(ByteStore):
         return super().view(block_id % self.num_blocks)
 
 
-def test_a_frozen_receiver_fills_the_senders_memory(zmq_net: World) -> None:
+def test_a_frozen_receiver_fills_the_senders_memory(real_net: World) -> None:
     """C77: 3,000 blocks for a receiver that is frozen; another one gets its own meanwhile."""
-    source = zmq_net.worker("p0", settings=HASTY, store=RepeatingStore(64, 4096))
-    other = zmq_net.worker("d1", num_blocks=8, block_nbytes=4096)
-    with sink_process("d0", block_nbytes=4096) as frozen:
+    source = real_net.worker("p0", settings=HASTY, store=RepeatingStore(64, 4096))
+    other = real_net.worker("d1", num_blocks=8, block_nbytes=4096)
+    with sink_process("d0", block_nbytes=4096, transport=real_net.transport) as frozen:
         source.agent.set_peers({"d0": frozen.endpoint, "d1": other.agent.endpoint})
         source.seen.wait(LinkUp, count=2)
         many = frozen.ticket_for("many", NUM_MANY)
@@ -52,11 +52,11 @@ def test_a_frozen_receiver_fills_the_senders_memory(zmq_net: World) -> None:
         source.seen.wait(TransferAcked, "after")
 
 
-def test_a_cancel_unpins_what_the_transport_still_reads(zmq_net: World) -> None:
+def test_a_cancel_unpins_what_the_transport_still_reads(real_net: World) -> None:
     """C02, C76: a block larger than any socket buffer is stuck in a frozen link; its pin outlives the cancel."""
     block_nbytes = 16 * 1024 * 1024
-    source = zmq_net.worker("p0", settings=HASTY, num_blocks=1, block_nbytes=block_nbytes)
-    with sink_process("d0", block_nbytes=block_nbytes) as frozen:
+    source = real_net.worker("p0", settings=HASTY, num_blocks=1, block_nbytes=block_nbytes)
+    with sink_process("d0", block_nbytes=block_nbytes, transport=real_net.transport) as frozen:
         source.agent.set_peers({"d0": frozen.endpoint})
         source.seen.wait(LinkUp)
         ticket = frozen.ticket_for("t", 1)
@@ -92,13 +92,13 @@ def test_a_small_frame_speaks_for_a_large_one(sizes: tuple[int, int]) -> None:
         carrier.close()
 
 
-def test_a_restarted_sink_poisons_its_peers(zmq_net: World) -> None:
+def test_a_restarted_sink_poisons_its_peers(real_net: World) -> None:
     """C33, C78: killed and restarted at the same address three times; each successor gets its blocks at once."""
-    source = zmq_net.worker("p0", num_blocks=16, block_nbytes=4096, settings=PATIENT)
-    survivor = zmq_net.worker("d1", num_blocks=16, block_nbytes=4096)
+    source = real_net.worker("p0", num_blocks=16, block_nbytes=4096, settings=PATIENT)
+    survivor = real_net.worker("d1", num_blocks=16, block_nbytes=4096)
     port = 0
     for life in range(3):
-        with sink_process(f"d0.{life}", block_nbytes=4096, port=port) as sink:
+        with sink_process(f"d0.{life}", block_nbytes=4096, port=port, transport=real_net.transport) as sink:
             port = int(sink.endpoint.tcp.rpartition(":")[2])
             source.agent.set_peers({sink.worker_id: sink.endpoint, "d1": survivor.agent.endpoint})
             _send(source, sink.ticket_for(f"first.{life}", 4))
@@ -113,9 +113,9 @@ def test_a_restarted_sink_poisons_its_peers(zmq_net: World) -> None:
             source.seen.wait(TransferAcked, f"other.{life}")
 
 
-def test_a_killed_source_leaves_its_sink_waiting(zmq_net: World) -> None:
+def test_a_killed_source_leaves_its_sink_waiting(real_net: World) -> None:
     """The sink hears of the end of a link at once, long before the transfer's own deadline."""
-    source, sink = zmq_net.worker("p0", settings=PATIENT), zmq_net.worker("d0", settings=PATIENT)
+    source, sink = real_net.worker("p0", settings=PATIENT), real_net.worker("d0", settings=PATIENT)
     connect(source, sink)
     source.agent.open(sink.ticket_for("t", [0, 1], timeout_s=3600.0))
     source.agent.send("t", [(0, 0)])
@@ -138,9 +138,9 @@ def test_a_peer_that_left_is_still_written_to(net: World) -> None:
     assert "d0" in failed.detail
 
 
-def test_an_absent_peer_is_dialled_until_it_is_there(zmq_net: World) -> None:
-    source = zmq_net.worker("p0")
-    with sink_process("gone", block_nbytes=1024) as sink:
+def test_an_absent_peer_is_dialled_until_it_is_there(real_net: World) -> None:
+    source = real_net.worker("p0")
+    with sink_process("gone", block_nbytes=1024, transport=real_net.transport) as sink:
         absent = sink.endpoint
     source.agent.set_peers({"gone": absent})
     source.seen.wait(LinkDown, count=3)

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvtransfer.carrier import Connected
 from kvtransfer.context import Context
 from kvtransfer.counters import Counters
 from kvtransfer.events import KVEvent, TransferAcked, TransferComplete, TransferFailed
@@ -73,7 +74,7 @@ class TwoMachines:
     def connect(self) -> None:
         self.num_links += 1
         self.link = self.num_links
-        self.source.link_ready("d0", self.link, SETTINGS.window_bytes, SETTINGS.frame_bytes)
+        self.source.link_ready("d0", Connected(self.link, "tcp", is_incoming=False), SETTINGS.window_bytes, SETTINGS.frame_bytes)
         self.settle()
 
     def end_link(self, reason: str) -> None:

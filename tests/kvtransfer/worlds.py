@@ -6,11 +6,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import torch
+
 from kvtransfer.agent import KVAgent
 from kvtransfer.carrier import Carrier
 from kvtransfer.events import KVEvent, LinkUp, TransferAcked, TransferComplete, TransferFailed
 from kvtransfer.fingerprint import Fingerprint
 from kvtransfer.memory import MemoryHub
+from kvtransfer.pairs.carrier import PairCarrier, PairSettings
 from kvtransfer.settings import KVSettings
 from kvtransfer.ticket import Ticket
 from kvtransfer.zeromq import ZeroMQCarrier, ZeroMQSettings
@@ -29,6 +32,8 @@ FINGERPRINT = Fingerprint(
 )
 # Generous: a test that waits this long has found a state without a deadline.
 PATIENCE_S = 60.0
+# Nobody wakes a thread that waits in Gloo: so long it takes to let go of a frozen peer.
+GLOO_TIMEOUT_S = 4.0
 
 
 class ByteStore:
@@ -47,8 +52,11 @@ class ByteStore:
             raise ValueError(f"no block {block_id}")
         return self._memory[block_id * self.block_nbytes : (block_id + 1) * self.block_nbytes]
 
-    def write(self, block_id: int, data: memoryview) -> None:
-        self.view(block_id)[:] = data
+    def tensor_view(self, block_id: int) -> torch.Tensor:
+        return torch.frombuffer(self.view(block_id), dtype=torch.uint8)
+
+    def write(self, block_id: int, data: memoryview | torch.Tensor) -> None:
+        self.view(block_id)[:] = data.numpy().data if isinstance(data, torch.Tensor) else data
 
     def fill(self, block_id: int, seed: object) -> bytes:
         """Gives the block a pattern that names its seed all over; returns it."""
@@ -141,6 +149,11 @@ def keys_for(num_blocks: int) -> list[bytes]:
     return [index.to_bytes(32, "little") for index in range(num_blocks)]
 
 
+def gloo_carrier(block_nbytes: int, port: int = 0) -> Carrier:
+    settings = PairSettings(("gloo",), block_nbytes, torch.device("cpu"), timeout_s=GLOO_TIMEOUT_S)
+    return PairCarrier(ZeroMQCarrier(ZeroMQSettings(max_block_bytes=block_nbytes, port=port)), settings)
+
+
 class World:
     """Makes workers that reach one another over one kind of carrier, and ends them."""
 
@@ -155,6 +168,8 @@ class World:
                 return self._hub.carrier()
             case "tcp" | "ipc":
                 return ZeroMQCarrier(ZeroMQSettings(max_block_bytes=block_nbytes, use_ipc=self.transport == "ipc"))
+            case "gloo":
+                return gloo_carrier(block_nbytes)
         raise ValueError(self.transport)
 
     def worker(

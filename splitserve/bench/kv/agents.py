@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
+import torch
 
 from kvtransfer.agent import KVAgent
 from kvtransfer.endpoint import KVEndpoint
@@ -82,7 +83,7 @@ def _start_agent(worker_id: str, pool: BenchPool) -> tuple[KVAgent, "queue.Simpl
         if not isinstance(event, LinkMeasured):  # here it is measured from outside
             events.put(event)
 
-    agent = make_agent(WorkerConfig(), worker_id, pool.fingerprint, pool.store, on_event)
+    agent = make_agent(WorkerConfig(), worker_id, pool.fingerprint, pool.store, torch.device("cpu"), on_event)
     agent.start()
     return agent, events
 

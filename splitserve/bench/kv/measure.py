@@ -26,7 +26,6 @@ from splitserve.bench.kv.zmq_sockets import ZmqSender
 from splitserve.bench.progress import Say
 from splitserve.bench.report import Report, make_report
 from splitserve.service.errors import Internal
-from splitserve.worker.kv import TRANSPORTS
 
 DEFAULT_BLOCK_BYTES = 16 * 23_040
 "A block of the default model: 16 tokens in bfloat16."
@@ -140,7 +139,7 @@ def _ways(pool: BenchPool, sink: SinkProcess, paths: Sequence[str], say: Say) ->
             end = "unix" if path == "ipc" else "tcp"
             sink.open(end)
             add(_SOCKETS[path], "floor", path, end, SocketSender(pool, sink.unix if path == "ipc" else sink.tcp))
-            add(f"{TRANSPORTS['auto']} {path}", "transfer", path, "agent", AgentSender(pool, agent, path))
+            add(f"zmq {path}", "transfer", path, "agent", AgentSender(pool, agent, path))
         if "tcp" in paths:
             add("raw zmq tcp", "zmq", "tcp", "zmq", ZmqSender(pool, sink.open("zmq")))
             if zmq.has("curve"):
