@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from splitserve.service.config import Device, NonNegative, Positive, Size
+from splitserve.service.config import Device, NonNegative, Positive, Size, Transports
 
 _WORKER_FLAGS = (
     "dtype",
@@ -72,8 +72,8 @@ class UpConfig:
     "Size of each worker's KV pool, such as 2GiB."
     enable_prefix_caching: Annotated[bool, Parameter(negative="--no-enable-prefix-caching")] = True
     "Keep the blocks of ended sequences while there is room, and use them again where tokens are the same."
-    kv_transport: Literal["auto", "zmq"] | None = None
-    "How KV blocks travel."
+    kv_transport: Transports | None = None
+    "How KV blocks travel: zmq, nccl, gloo, or several in order of preference; auto: nccl,zmq on a GPU."
     threads: Positive | None = None
     "Compute threads of each worker; default: as many as it has cores."
     trust_remote_code: bool = False

@@ -62,6 +62,14 @@ def parse_device(text: str) -> str:
     return text
 
 
+def parse_transports(text: str) -> str:
+    """Checks the words only: which of them can be had between two workers, these find out."""
+    names = list(dict.fromkeys(part.strip() for part in text.split(",")))
+    if names != ["auto"] and not set(names) <= {"zmq", "nccl", "gloo"}:
+        raise ValueError(f"{text!r} is neither auto nor a list of zmq, nccl and gloo, the preferred one first")
+    return ",".join(names)
+
+
 def _converter(parse: Callable[[str], Any]) -> Parameter:
     def convert(_type: Any, tokens: Sequence[cyclopts.Token]) -> Any:
         return parse(tokens[0].value)
@@ -74,6 +82,7 @@ Duration = Annotated[float, _converter(parse_duration)]
 NonNegative = Annotated[int, Parameter(validator=cyclopts.validators.Number(gte=0))]
 Positive = Annotated[int, Parameter(validator=cyclopts.validators.Number(gte=1))]
 Device = Annotated[str, _converter(parse_device)]
+Transports = Annotated[str, _converter(parse_transports)]
 Cores = Annotated[tuple[int, ...], _converter(parse_cores)]
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from splitserve.service.config import Cores, Device, Duration, NonNegative, Positive, Size
+from splitserve.service.config import Cores, Device, Duration, NonNegative, Positive, Size, Transports
 
 DType = Literal["auto", "bfloat16", "float32"]
 
@@ -48,7 +48,7 @@ class WorkerConfig:
     "Threads that one step computes with."
     cores: Cores | None = None
     "Processor cores of the engine thread, such as 0,1; default: all."
-    kv_transport: str = "auto"
+    kv_transport: Transports = "auto"
     "How KV blocks travel: zmq, nccl, gloo, or several in order of preference, such as nccl,zmq; auto: nccl,zmq on a GPU."
     bind: str = "127.0.0.1"
     "Address that the KV and HTTP ports listen on."
