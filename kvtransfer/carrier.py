@@ -1,7 +1,8 @@
 """The seam between protocol and transport: links that carry (header, raw frames) in order, and say when they end.
 
 Called by the KV thread alone, except `wake`. Implemented by `memory` (loopback twin), `zeromq` and, around either,
-`pairs` (block bytes over NCCL or Gloo) and `faults`. A link id is never reused in a carrier's life: a new connection is a new link.
+`pairs` (block bytes over NCCL or Gloo) and `faults`. A link id is never reused in a carrier's life: a new connection is
+a new link.
 """
 
 from collections.abc import Sequence

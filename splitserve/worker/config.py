@@ -49,7 +49,8 @@ class WorkerConfig:
     cores: Cores | None = None
     "Processor cores of the engine thread, such as 0,1; default: all."
     kv_transport: Transports = "auto"
-    "How KV blocks travel: zmq, nccl, gloo, or several in order of preference, such as nccl,zmq; auto: nccl,zmq on a GPU."
+    """How KV blocks travel: zmq, nccl, gloo, or several in order of preference, such as nccl,zmq; auto: that on a
+    GPU, else zmq."""
     bind: str = "127.0.0.1"
     "Address that the KV and HTTP ports listen on."
     advertise: str | None = None

@@ -1,7 +1,7 @@
 """A sink in a process of its own, for tests that freeze or kill it.
 
-Run as `python -m tests.kvtransfer.sink_process WORKER_ID PORT BLOCK_NBYTES TRANSPORT`. Writes its endpoint as one line of JSON,
-then per terminal event a line; reads lines `expect TRANSFER_ID NUM_BLOCKS`; ends with its standard input.
+Run as `python -m tests.kvtransfer.sink_process WORKER_ID PORT BLOCK_NBYTES TRANSPORT`. Writes its endpoint as one
+line of JSON, then per terminal event a line; reads lines `expect TRANSFER_ID NUM_BLOCKS`; ends with its standard input.
 """
 
 import base64
@@ -58,9 +58,7 @@ class SinkProcess:
 
 
 @contextmanager
-def sink_process(
-    worker_id: str, *, block_nbytes: int, port: int = 0, transport: str = "zmq"
-) -> Iterator[SinkProcess]:
+def sink_process(worker_id: str, *, block_nbytes: int, port: int = 0, transport: str = "zmq") -> Iterator[SinkProcess]:
     """`transport`: "gloo", or anything else for plain ZeroMQ."""
     command = [sys.executable, "-m", "tests.kvtransfer.sink_process"]
     command += [worker_id, str(port), str(block_nbytes), transport]

@@ -77,7 +77,9 @@ def refuses(word: str) -> Callable[[PairPlan, PairStore], Communicator]:
     return make
 
 
-def paired(*transports: str, make: Callable[[PairPlan, PairStore], Communicator] | None = None) -> Callable[[Carrier], Carrier]:
+def paired(
+    *transports: str, make: Callable[[PairPlan, PairStore], Communicator] | None = None
+) -> Callable[[Carrier], Carrier]:
     made = PairSettings(transports, NBYTES, CPU, timeout_s=4.0)
 
     def wrap(inner: Carrier) -> Carrier:
@@ -251,7 +253,7 @@ host:1:2 [0] NCCL INFO Channel 01/0 : 0[0] -> 1[1] via P2P/CUMEM
 host:1:2 [0] NCCL INFO Connected all rings
 """
     assert way_of(log) == "P2P/CUMEM"
-    assert way_of("Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0\nChannel 00 : 1[1] -> 0[0] via SHM/direct/direct") == (
-        "NET/Socket/0, SHM/direct/direct"
-    )
+    assert way_of(
+        "Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0\nChannel 00 : 1[1] -> 0[0] via SHM/direct/direct"
+    ) == ("NET/Socket/0, SHM/direct/direct")
     assert way_of("Channel 00 : 2[2] -> 3[3] via P2P/IPC\nnothing") == ""

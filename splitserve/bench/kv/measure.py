@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import zmq
 
-from kvtransfer.messages import digest
+from kvtransfer.frames import digest
 from splitserve.bench.kv.agents import AgentSender
 from splitserve.bench.kv.pool import BenchPool
 from splitserve.bench.kv.sink import SinkProcess, sink_process

@@ -6,7 +6,7 @@ The layout is flat, for blocks of any size: no transport looks into a block.
 import numpy as np
 import torch
 
-from kvtransfer.messages import digest
+from kvtransfer.frames import digest
 from splitserve.engine.layout import KVLayout
 from splitserve.engine.pool import KVPool
 from splitserve.service.errors import InvalidRequest
