@@ -138,7 +138,9 @@ class DecodeEngine(HoldingEngine):
         try:
             tokens = first_tokens(reservation, event, self._runner.vocab_size)
         except (msgspec.MsgspecError, ValueError) as error:
-            self._wrong_finish(reservation, f"the prefill worker's Finish is not what was asked for: {error}")
+            self._wrong_finish(
+                reservation, event.transport, f"the prefill worker's Finish is not what was asked for: {error}"
+            )
             return
         self._reservations.remove(reservation)
         self._allocator.adopt(reservation.reserved_blocks)
@@ -150,9 +152,9 @@ class DecodeEngine(HoldingEngine):
             self._publish(reports.AlreadyRunning(reservation.session, reservation.attempt))
         self._take_tokens(self._begin(reservation, tokens))
 
-    def _wrong_finish(self, reservation: Reservation, detail: str) -> None:
+    def _wrong_finish(self, reservation: Reservation, transport: str, detail: str) -> None:
         """The first time another prefill worker may do better; the second time it may be this side that is wrong."""
-        self._publish(reports.TransferReport("sink", _MISMATCH))
+        self._publish(reports.TransferReport("sink", transport, _MISMATCH))
         is_first, reservation.had_wrong_finish = not reservation.had_wrong_finish, True
         self._lose_transfer(reservation, Reason.INVALID, detail, is_renewable=is_first)
 

@@ -249,11 +249,11 @@ class KVAgent:
         match event:
             case TransferComplete():
                 self._end(Side.SINK, event.transfer_id)
-                path = self._counters.path_of(event.source_worker_id)
+                path = self._counters.peer(event.source_worker_id).path
                 _log_transfer("received", event, peer=event.source_worker_id, path=path)
             case TransferAcked():
                 self._end(Side.SOURCE, event.transfer_id)
-                path = self._counters.path_of(event.sink_worker_id)
+                path = self._counters.peer(event.sink_worker_id).path
                 _log_transfer("sent", event, peer=event.sink_worker_id, path=path)
             case TransferFailed():
                 self._end(event.side, event.transfer_id)

@@ -14,6 +14,9 @@ from kvtransfer.frames import Frame
 
 LinkId = int
 
+ZMQ = "zmq"
+"The transport of blocks that travel beside their headers, over ZeroMQ."
+
 
 class SendHandle(Protocol):
     """Tells when the transport has read the frames of one send for the last time."""
@@ -27,14 +30,16 @@ class Connected:
     """An outgoing link can carry messages, or an incoming one (`is_incoming`) brought its first.
 
     `path` is "ipc", "tcp", "loopback" or that of a pair ("gloo", "nccl P2P/CUMEM"); "" where an incoming link does not
-    show it. `has_tensors`: frames are tensors on this link, not host memory. `detail` says why it is not a better path.
+    show it. `transport` is what blocks travel by: "zmq", "nccl", "gloo", "loopback". `has_tensors`: frames are tensors
+    on this link, not host memory. `fallback` says why a transport that was preferred is not used.
     """
 
     link: LinkId
     path: str
     is_incoming: bool
+    transport: str
     has_tensors: bool = False
-    detail: str = ""
+    fallback: str = ""
 
 
 @dataclass(frozen=True)
@@ -48,10 +53,14 @@ class Received:
 
 @dataclass(frozen=True)
 class Disconnected:
-    """The link is gone for good; whatever was queued on it is lost."""
+    """The link is gone for good; whatever was queued on it is lost.
+
+    `is_rejected`: we ended it, because of what its peer sent.
+    """
 
     link: LinkId
     reason: str
+    is_rejected: bool = False
 
 
 CarrierEvent = Connected | Received | Disconnected

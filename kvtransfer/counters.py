@@ -16,7 +16,7 @@ MAX_PEERS = 1024
 class PeerStats:
     """One peer, both directions. Bytes are block bytes, without headers; received ones are those written to blocks.
 
-    `path` is "" while unknown.
+    `path` and `transport` are as in `carrier.Connected`, "" while unknown.
     """
 
     bytes_sent: int = 0
@@ -26,6 +26,7 @@ class PeerStats:
     in_flight_bytes: int = 0
     peak_in_flight_bytes: int = 0
     path: str = ""
+    transport: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,14 +76,14 @@ class Counters:
             before = self._peers.get(worker_id, PeerStats()).peak_in_flight_bytes
             self._update(worker_id, in_flight_bytes=used, peak_in_flight_bytes=max(before, peak))
 
-    def path(self, worker_id: str, path: str) -> None:
+    def linked(self, worker_id: str, path: str, transport: str) -> None:
         with self._lock:
-            self._update(worker_id, path=path)
+            self._update(worker_id, path=path, transport=transport)
 
-    def path_of(self, worker_id: str) -> str:
-        """Empty when no link has shown it, or the peer is forgotten."""
+    def peer(self, worker_id: str) -> PeerStats:
+        """All zeros for one that is not known, or forgotten."""
         with self._lock:
-            return self._peers.get(worker_id, PeerStats()).path
+            return self._peers.get(worker_id, PeerStats())
 
     def _update(self, worker_id: str, **changes: Any) -> None:
         self._peers[worker_id] = replace(self._peers.get(worker_id, PeerStats()), **changes)

@@ -96,10 +96,11 @@ class Dialer:
         peer.state = PeerState.READY
         peer.back_off = self._our.settings.redial_min_s
         peer.health = LinkHealth(self._our.settings, self._our.clock())
-        assert peer.connection is not None
-        self._our.counters.path(peer.worker_id, peer.connection.path)
-        self._our.outbox.emit(LinkUp(peer.worker_id, peer.connection.path, peer.connection.detail))
-        self._source.link_ready(peer.worker_id, peer.connection, welcome.window_bytes, welcome.max_message_bytes)
+        made = peer.connection
+        assert made is not None
+        self._our.counters.linked(peer.worker_id, made.path, made.transport)
+        self._our.outbox.emit(LinkUp(peer.worker_id, made.path, made.transport, made.fallback))
+        self._source.link_ready(peer.worker_id, made, welcome.window_bytes, welcome.max_message_bytes)
 
     def refused(self, link: LinkId, refused: Refused) -> None:
         peer = self._by_link[link]

@@ -50,6 +50,7 @@ class TransferComplete:
     num_bytes: int
     seconds: float
     traceparent: str = ""
+    transport: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,25 +61,31 @@ class TransferAcked:
     sink_worker_id: str
     num_bytes: int
     seconds: float
+    transport: str = ""
 
 
 @dataclass(frozen=True)
 class TransferFailed:
-    """Either side, terminal: ownership or pins return. On the source no transport reads the blocks any more."""
+    """Either side, terminal: ownership or pins return. On the source no transport reads the blocks any more.
+
+    `transport` is "" where it had met no peer yet.
+    """
 
     transfer_id: str
     side: Side
     reason: FailureReason
     detail: str
+    transport: str = ""
 
 
 @dataclass(frozen=True)
 class LinkUp:
-    """We can send blocks to `worker_id`; `path` is as in `carrier.Connected`, `detail` why it is not a better one."""
+    """We can send blocks to `worker_id`; the rest is as in `carrier.Connected`."""
 
     worker_id: str
     path: str
-    detail: str = ""
+    transport: str
+    fallback: str = ""
 
 
 @dataclass(frozen=True)
@@ -88,6 +95,7 @@ class LinkMeasured:
     worker_id: str
     path: str
     bytes_per_s: float
+    fallback: str = ""
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,9 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import structlog
-import torch
 
 from kvtransfer.carrier import Carrier, CarrierEvent, Disconnected, LinkId, Received, SendHandle
 from kvtransfer.endpoint import KVEndpoint
@@ -24,11 +23,14 @@ from kvtransfer.memory import SCHEME
 from kvtransfer.messages import AnyMessage, BadMessageError, decode
 from splitserve.service.errors import InvalidRequest
 
+if TYPE_CHECKING:
+    import torch
+
 log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 # How soon a replaced plan lets go what the last one held.
 _PLAN_INTERVAL_S = 0.01
-_Bytes = TypeVar("_Bytes", bytearray, torch.Tensor)
+_Bytes = TypeVar("_Bytes", bytearray, "torch.Tensor")
 _LOOPBACK = (SCHEME, "tcp://127.", "tcp://[::1]:", "tcp://localhost:")
 
 

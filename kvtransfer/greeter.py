@@ -5,7 +5,7 @@ A link has no rights before a good hello, and loses them with the first message 
 
 from dataclasses import dataclass
 
-from kvtransfer.carrier import LinkId
+from kvtransfer.carrier import Connected, LinkId
 from kvtransfer.context import Context
 from kvtransfer.fingerprint import mismatch
 from kvtransfer.health import LinkHealth, Verdict
@@ -25,12 +25,12 @@ class Greeter:
     def __init__(self, context: Context, sink: Sink) -> None:
         self._our = context
         self._sink = sink
-        # Links that have connected, by path; nobody until their hello.
-        self._paths: dict[LinkId, str] = {}
+        # Links that have connected; nobody until their hello.
+        self._connections: dict[LinkId, Connected] = {}
         self._guests: dict[LinkId, Guest] = {}
 
-    def connected(self, link: LinkId, path: str) -> None:
-        self._paths[link] = path
+    def connected(self, connection: Connected) -> None:
+        self._connections[connection.link] = connection
 
     def guest(self, link: LinkId) -> str | None:
         """The admitted source on this link."""
@@ -47,7 +47,9 @@ class Greeter:
             self.refuse(link, refusal)
             return
         self._guests.setdefault(link, Guest(hello.worker_id, LinkHealth(self._our.settings, self._our.clock())))
-        self._our.counters.path(hello.worker_id, self._paths.get(link, ""))
+        made = self._connections.get(link)
+        if made is not None:
+            self._our.counters.linked(hello.worker_id, made.path, made.transport)
         max_message_bytes = max(self._our.settings.frame_bytes, self._our.store.block_nbytes)
         self._our.outbox.send(link, Welcome(self._our.worker_id, self._our.settings.window_bytes, max_message_bytes))
 
@@ -64,7 +66,7 @@ class Greeter:
         return mismatch(self._our.fingerprint, hello.fingerprint)
 
     def lost(self, link: LinkId, reason: str) -> None:
-        self._paths.pop(link, None)
+        self._connections.pop(link, None)
         if self._guests.pop(link, None) is not None:
             self._sink.link_lost(link, reason)
 

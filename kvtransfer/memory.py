@@ -88,8 +88,8 @@ class MemoryCarrier:
             far_link = next(self._hub.links)
             self._pairs[link] = _Pair(self, link, far, far_link)
             far._pairs[far_link] = _Pair(far, far_link, self, link)
-            self._push(Connected(link, "loopback", is_incoming=False))
-            far._push(Connected(far_link, "loopback", is_incoming=True))
+            self._push(Connected(link, "loopback", is_incoming=False, transport="loopback"))
+            far._push(Connected(far_link, "loopback", is_incoming=True, transport="loopback"))
             return link
 
     def send(self, link: LinkId, header: bytes, frames: Sequence[Frame]) -> _Handle:

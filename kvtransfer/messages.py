@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from kvtransfer.fingerprint import Fingerprint
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 MAX_HEADER_BYTES = 5 * 1024 * 1024
 MAX_PAYLOAD_BYTES = 1024 * 1024

@@ -48,9 +48,11 @@ class Node:
         match event:
             case Connected(is_incoming=False):
                 self.dialer.connected(event)
-            case Connected(link=link, path=path):
-                self.greeter.connected(link, path)
+            case Connected():
+                self.greeter.connected(event)
             case Disconnected(link=link, reason=reason):
+                if event.is_rejected:
+                    self._our.counters.rejected()
                 self.lost(link, reason)
             case Received():
                 self._receive(event)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from kvtransfer.carrier import LinkId
 from kvtransfer.context import Context
 from kvtransfer.events import FailureReason, Side, TransferComplete, TransferFailed, reason_from_peer
-from kvtransfer.frames import Frame, digest, num_bytes
+from kvtransfer.frames import Frame, digests, num_bytes
 from kvtransfer.messages import Acked, BadMessageError, Blocks, BlocksAck, Cancel, Closed, Finish, Open, shorten
 from kvtransfer.sink_transfer import Problem, SinkTransfer
 
@@ -108,9 +108,10 @@ class Sink:
             self._our.outbox.send(link, BlocksAck(message.transfer_id, message.sequence, is_closed=True, detail=detail))
             return
         problem = self._check_tp(message)
-        for index, value, frame in zip(message.indices, message.digests, frames, strict=True):
+        arrived = zip(message.indices, message.digests, digests(frames), frames, strict=True)
+        for index, wanted, found, frame in arrived:
             if problem is None:
-                problem = self._take_block(transfer, index, value, frame)
+                problem = self._take_block(transfer, index, wanted, found, frame)
         if problem is not None:
             self._fail(transfer, *problem)  # first, so that the source hears the reason before "closed"
         # The bytes are out of the receive buffer, taken or not: the credit goes back in any case.
@@ -125,7 +126,10 @@ class Sink:
             return None
         return FailureReason.PROTOCOL, f"tensor-parallel rank and size: sink {ours}, source {theirs}"
 
-    def _take_block(self, transfer: SinkTransfer, index: int, value: bytes, frame: Frame) -> Problem | None:
+    def _take_block(
+        self, transfer: SinkTransfer, index: int, wanted: bytes, found: bytes, frame: Frame
+    ) -> Problem | None:
+        """`wanted` is the digest that the source names, `found` that of `frame`."""
         if not transfer.is_expected(index):
             first, last = transfer.num_cached_blocks, transfer.num_blocks - 1
             return FailureReason.PROTOCOL, f"block {index} is outside of {first}..{last}"
@@ -134,7 +138,7 @@ class Sink:
                 FailureReason.PROTOCOL,
                 f"block {index}: {frame.nbytes} bytes instead of {self._our.store.block_nbytes}",
             )
-        if digest(frame) != value:
+        if found != wanted:
             return FailureReason.CORRUPT, f"block {index} does not match its digest"
         if index in transfer.received:
             self._our.counters.dropped(frame.nbytes)
@@ -143,7 +147,7 @@ class Sink:
             self._our.store.write(transfer.block_ids[index], frame)
         except (ValueError, LookupError) as error:
             return FailureReason.INVALID, f"block {index} cannot be written: {error}"
-        transfer.received[index] = value
+        transfer.received[index] = found
         transfer.num_bytes += frame.nbytes
         self._our.counters.received(transfer.source_worker_id, frame.nbytes)
         self._progress(transfer)
@@ -208,6 +212,7 @@ class Sink:
                 num_bytes=transfer.num_bytes,
                 seconds=seconds,
                 traceparent=transfer.traceparent,
+                transport=self._our.counters.peer(transfer.source_worker_id).transport,
             )
         )
 
@@ -216,7 +221,8 @@ class Sink:
         if transfer.link is not None and not is_told:
             self._our.outbox.send(transfer.link, Cancel(transfer.transfer_id, reason.value, shorten(detail)))
         self._our.counters.ended(Side.SINK, reason.value)
-        self._our.outbox.emit(TransferFailed(transfer.transfer_id, Side.SINK, reason, detail))
+        transport = self._our.counters.peer(transfer.source_worker_id).transport
+        self._our.outbox.emit(TransferFailed(transfer.transfer_id, Side.SINK, reason, detail, transport))
 
     def _forget(self, transfer: SinkTransfer, why: str) -> None:
         del self._transfers[transfer.transfer_id]

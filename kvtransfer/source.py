@@ -12,7 +12,7 @@ from kvtransfer.carrier import Connected, LinkId
 from kvtransfer.context import Context
 from kvtransfer.credit import CreditWindow
 from kvtransfer.events import FailureReason, LinkMeasured, Side, TransferAcked, TransferFailed, reason_from_peer
-from kvtransfer.frames import Frame, digest
+from kvtransfer.frames import Frame, digests, num_bytes
 from kvtransfer.messages import Acked, Blocks, BlocksAck, Cancel, Closed, Open, shorten
 from kvtransfer.source_link import ReadyLink
 from kvtransfer.source_transfer import SourceTransfer
@@ -67,8 +67,7 @@ class Source:
 
     def link_ready(self, worker_id: str, connection: Connected, window_bytes: int, max_message_bytes: int) -> None:
         ready = ReadyLink(
-            link=connection.link,
-            has_tensors=connection.has_tensors,
+            connection=connection,
             worker_id=worker_id,
             credit=CreditWindow(window_bytes),
             max_message_bytes=min(max_message_bytes, self._our.settings.frame_bytes),
@@ -139,12 +138,12 @@ class Source:
         elif ack.is_closed:
             self._fail(transfer, FailureReason.CLOSED, ack.detail)
 
-    def _measure(self, ready: ReadyLink, num_bytes: int) -> None:
-        ready.bandwidth.acknowledged(num_bytes, ready.progress_at, is_idle=ready.credit.used == 0)
+    def _measure(self, ready: ReadyLink, nbytes: int) -> None:
+        ready.bandwidth.acknowledged(nbytes, ready.progress_at, is_idle=ready.credit.used == 0)
         bytes_per_s = ready.bandwidth.news()
         if bytes_per_s is not None:
-            path = self._our.counters.path_of(ready.worker_id)
-            self._our.outbox.emit(LinkMeasured(ready.worker_id, path, bytes_per_s))
+            made = ready.connection
+            self._our.outbox.emit(LinkMeasured(ready.worker_id, made.path, bytes_per_s, made.fallback))
 
     def _on_acked(self, ready: ReadyLink, transfer: SourceTransfer | None) -> None:
         if transfer is None or transfer.is_ended:
@@ -226,10 +225,10 @@ class Source:
                 self._send_batch(ready, transfer, batch)
             if transfer.finish is not None and not transfer.is_finish_sent and not transfer.is_ended:
                 first, last = transfer.ticket.num_cached_blocks, transfer.ticket.num_blocks
-                digests = [transfer.digests[index] for index in range(first, last)]
+                values = [transfer.digests[index] for index in range(first, last)]
                 transfer.is_finish_sent = True
                 transfer.progress_at = self._our.clock()
-                self._our.outbox.send(ready.link, msgspec.structs.replace(transfer.finish, digests=digests))
+                self._our.outbox.send(ready.link, msgspec.structs.replace(transfer.finish, digests=values))
 
     def _send_batch(self, ready: ReadyLink, transfer: SourceTransfer, batch: list[tuple[int, int]]) -> None:
         try:
@@ -237,17 +236,17 @@ class Source:
         except (ValueError, LookupError) as error:
             self._fail(transfer, FailureReason.INVALID, f"a block cannot be read: {error}")
             return
-        digests = [digest(frame) for frame in frames]
-        for index, value in zip((index for index, _ in batch), digests, strict=True):
+        values = digests(frames)
+        for index, value in zip((index for index, _ in batch), values, strict=True):
             transfer.digests[index] = value
             transfer.queue.popleft()
-        num_bytes = sum(frame.nbytes for frame in frames)
-        sequence = ready.credit.take(transfer.transfer_id, num_bytes)
+        nbytes = num_bytes(frames)
+        sequence = ready.credit.take(transfer.transfer_id, nbytes)
         message = Blocks(
             transfer_id=transfer.transfer_id,
             sequence=sequence,
             indices=[index for index, _ in batch],
-            digests=digests,
+            digests=values,
             tp_rank=self._our.fingerprint.tp_rank,
             tp_size=self._our.fingerprint.tp_size,
         )
@@ -255,13 +254,13 @@ class Source:
             transfer.progress_at = self._our.clock()
         transfer.in_flight[sequence] = self._our.outbox.send(ready.link, message, frames)
         ready.bandwidth.sent(self._our.clock())
-        transfer.num_bytes += num_bytes
-        self._our.counters.sent(ready.worker_id, len(batch), num_bytes)
+        transfer.num_bytes += nbytes
+        self._our.counters.sent(ready.worker_id, len(batch), nbytes)
         self._our.counters.in_flight(ready.worker_id, ready.credit.used, ready.credit.peak)
 
     def _frame(self, block_id: int, ready: ReadyLink) -> Frame:
         store = self._our.store
-        return store.tensor_view(block_id) if ready.has_tensors else store.view(block_id)
+        return store.tensor_view(block_id) if ready.connection.has_tensors else store.view(block_id)
 
     # How a transfer ends.
 
@@ -282,15 +281,18 @@ class Source:
         if not is_known or not transfer.is_ended or transfer.is_readable_by_transport:
             return
         self._forget(transfer)
+        sink = transfer.ticket.sink_worker_id
+        transport = self._our.counters.peer(sink).transport
         if transfer.acked_after is not None:
             self._our.counters.ended(Side.SOURCE, "OK", transfer.acked_after)
-            sink = transfer.ticket.sink_worker_id
-            self._our.outbox.emit(TransferAcked(transfer.transfer_id, sink, transfer.num_bytes, transfer.acked_after))
+            self._our.outbox.emit(
+                TransferAcked(transfer.transfer_id, sink, transfer.num_bytes, transfer.acked_after, transport)
+            )
             return
         assert transfer.failure is not None
         reason, detail = transfer.failure
         self._our.counters.ended(Side.SOURCE, reason.value)
-        self._our.outbox.emit(TransferFailed(transfer.transfer_id, Side.SOURCE, reason, detail))
+        self._our.outbox.emit(TransferFailed(transfer.transfer_id, Side.SOURCE, reason, detail, transport))
 
     def _forget(self, transfer: SourceTransfer) -> None:
         del self._transfers[transfer.transfer_id]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from kvtransfer.bandwidth import Bandwidth
-from kvtransfer.carrier import LinkId
+from kvtransfer.carrier import Connected, LinkId
 from kvtransfer.credit import CreditWindow
 from kvtransfer.source_transfer import SourceTransfer
 
@@ -12,8 +12,7 @@ from kvtransfer.source_transfer import SourceTransfer
 class ReadyLink:
     """Its credit, and the transfers on it, oldest first."""
 
-    link: LinkId
-    has_tensors: bool
+    connection: Connected
     worker_id: str
     credit: CreditWindow
     max_message_bytes: int
@@ -22,3 +21,7 @@ class ReadyLink:
     transfers: dict[str, SourceTransfer] = field(default_factory=dict)
     # Transfers that the sink was told have failed, by the time its Closed is due.
     closing: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def link(self) -> LinkId:
+        return self.connection.link

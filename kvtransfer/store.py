@@ -4,11 +4,12 @@ The engine's KVPool satisfies it in host memory, its StagedStore in a device's; 
 """
 
 from collections.abc import Iterable
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from kvtransfer.frames import Frame
+
+if TYPE_CHECKING:
+    import torch
 
 
 class BlockStore(Protocol):
@@ -24,7 +25,7 @@ class BlockStore(Protocol):
         """The bytes of one block, as they stay while it is lent. Raises ValueError for an unknown id."""
         ...
 
-    def tensor_view(self, block_id: int) -> torch.Tensor:
+    def tensor_view(self, block_id: int) -> "torch.Tensor":
         """The same as uint8 `[block_nbytes]` on the pool's device, for a link that carries tensors."""
         ...
 

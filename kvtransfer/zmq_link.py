@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvtransfer.carrier import Connected, Disconnected, LinkId, Received
+from kvtransfer.carrier import ZMQ, Connected, Disconnected, LinkId, Received
 
 HEARTBEAT_INTERVAL_MS = 5_000
 # Longer than the largest block takes on the slowest link that is worth using: a heartbeat waits behind it.
@@ -130,7 +130,7 @@ class OutgoingLink:
             event = zmq.Event(parse_monitor_message(self.monitor.recv_multipart())["event"])
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._is_connected = True
-                found.append(Connected(self.link, self.path, is_incoming=False))
+                found.append(Connected(self.link, self.path, is_incoming=False, transport=ZMQ))
             elif event in _ENDS:
                 found.append(Disconnected(self.link, _ENDS[event]))
                 break

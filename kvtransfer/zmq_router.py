@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvtransfer.carrier import CarrierEvent, Connected, Disconnected, LinkId, Received
+from kvtransfer.carrier import ZMQ, CarrierEvent, Connected, Disconnected, LinkId, Received
 from kvtransfer.messages import MAX_BLOCKS_PER_MESSAGE
 from kvtransfer.zmq_link import GOODBYE, PROBE, watch_half_open
 
@@ -73,7 +73,7 @@ class IncomingLinks:
                 link = next(self._ids)
                 self._links[identity] = link
                 self._identities[link] = identity
-                yield Connected(link, _path_of(frames), is_incoming=True)
+                yield Connected(link, _path_of(frames), is_incoming=True, transport=ZMQ)
             if not 0 < len(frames) <= MAX_FRAMES:
                 # No message of ours has so few or so many frames; an empty header says so to the protocol.
                 yield Received(link, memoryview(b""), ())

@@ -231,6 +231,9 @@ class ClusterServicer(pb_grpc.ClusterServiceServicer):
             return
         link, before = to_link(report), worker.links.get(report.peer_worker_id)
         worker.links[report.peer_worker_id] = link
+        warning = self._membership.link_warning(worker, report.peer_worker_id, link)
+        if warning and (before is None or link.fallback != before.fallback or link.detail != before.detail):
+            log.warning("kv link", source=worker.worker_id, sink=report.peer_worker_id, path=link.detail, why=warning)
         # Its speed alone lets no waiting request go.
         if before is None or (link.reachable, link.detail) != (before.reachable, before.detail):
             self._membership.changed()

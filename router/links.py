@@ -22,6 +22,14 @@ class LinkView(NamedTuple):
     bytes_per_s: float
 
 
+def warning(path: str, fallback: str, *, is_same_host: bool) -> str | None:
+    """What an operator should know of a link that works; None for nothing."""
+    reasons = [f"not what was asked for first: {fallback}"] if fallback else []
+    if is_same_host and path.startswith("nccl") and "NET" in path:
+        reasons.append("NCCL takes the network between two GPUs of one host: see the NCCL settings in docs/deploy.md")
+    return "; ".join(reasons) or None
+
+
 def best_links(links: Sequence[LinkView], turn: int) -> list[int]:
     """Indices of those of `links` that are as fast as any, by what was measured; of these the nearest.
 

@@ -15,9 +15,10 @@ from typing import Any
 import structlog
 
 from router.config import RouterConfig
+from router.links import warning
 from router.request import ClusterLimits, DecodeCapacity
 from router.scheduler import max_decode_tokens, max_prefill_tokens
-from router.worker import Identity, Role, Worker
+from router.worker import Identity, Link, Role, Worker
 from splitserve.service.errors import InvalidRequest
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
@@ -243,6 +244,11 @@ class Membership:
     def _was_tried(self, worker: Worker) -> bool:
         return bool(worker.links) or any(worker.worker_id in source.links for source in self)
 
+    def link_warning(self, source: Worker, peer: str, link: Link) -> str | None:
+        sink = self._workers.get(peer)
+        is_same_host = sink is not None and sink.identity.host_id == source.identity.host_id
+        return warning(link.detail, link.fallback, is_same_host=is_same_host) if link.reachable else None
+
     def describe(self) -> dict[str, Any]:
         """The cluster as `/cluster` shows it, without the queue."""
         workers = [self._describe_worker(worker) for worker in self]
@@ -285,6 +291,7 @@ class Membership:
                     "reachable": link.reachable,
                     "detail": link.detail,
                     "bytes_per_s": round(link.bytes_per_s) or None,
+                    "warning": self.link_warning(worker, peer, link),
                 }
                 for peer, link in worker.links.items()
             },

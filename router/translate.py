@@ -78,7 +78,7 @@ def to_load(load: pb.Load) -> LoadReport:
 
 def to_link(report: pb.LinkReport) -> Link:
     is_measured = 1 <= report.bytes_per_s < math.inf
-    return Link(report.reachable, report.detail, report.bytes_per_s if is_measured else 0.0)
+    return Link(report.reachable, report.detail, report.bytes_per_s if is_measured else 0.0, report.fallback)
 
 
 def to_token(worker: Worker, token: pb.Token) -> TokenArrived:

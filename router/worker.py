@@ -116,11 +116,15 @@ class Promise:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """`bytes_per_s` is how fast blocks travelled on it lately, 0.0 until enough have."""
+    """`detail` is the path in use, or why there is none; `fallback` why a transport that was preferred is not used.
+
+    `bytes_per_s` is how fast blocks travelled on it lately, 0.0 until enough have.
+    """
 
     reachable: bool
     detail: str
     bytes_per_s: float = 0.0
+    fallback: str = ""
 
 
 @dataclass(eq=False)

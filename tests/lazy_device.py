@@ -25,8 +25,11 @@ class LazyDevice:
         return len(self._work)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: object) -> None:
-        assert isinstance(after, int)
-        while self.num_done < after:
+        self.reach(after)
+        target.copy_(source)
+
+    def reach(self, mark: object) -> None:
+        assert isinstance(mark, int)
+        while self.num_done < mark:
             self._work[self.num_done]()
             self.num_done += 1
-        target.copy_(source)

@@ -114,34 +114,33 @@ class Lane:
     # The lane's own thread.
 
     def _run(self) -> None:
-        current: _Send | None = None
+        job: _Send | _Receive | None = None
         try:
             self._communicator = self._make(self._plan, self.store)
             self._say(Formed(self._communicator.path))
             while (job := self._jobs.get()) is not None and not self._is_ended:
                 if isinstance(job, _Send):
-                    current = job
                     self._communicator.send(job.blocks)
                     job.handle.done = True
-                    current = None
                 else:
                     rows = self._communicator.receive(job.count)
                     self._say(Arrived(list(rows)))
         except (RuntimeError, ValueError, OSError) as error:  # whatever the library makes of a peer's end
             self._say(Broken(_first_line(error)))
         finally:
-            self._leave(current)
+            self._leave(job)
 
-    def _leave(self, current: _Send | None) -> None:
+    def _leave(self, job: _Send | _Receive | None) -> None:
+        """`job` is the last one taken, done or not: nobody reads its blocks any more."""
         self._communicator = None
         with self._lock:
             self._has_left = True
-        if current is not None:
-            current.handle.done = True
-        while not self._jobs.empty():
-            job = self._jobs.get_nowait()
+        while True:
             if isinstance(job, _Send):
                 job.handle.done = True
+            if self._jobs.empty():
+                return
+            job = self._jobs.get_nowait()
 
     def _say(self, news: LaneNews) -> None:
         if not self._is_ended:

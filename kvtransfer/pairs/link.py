@@ -9,11 +9,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvtransfer.carrier import LinkId, Received
+from kvtransfer.carrier import ZMQ, Connected, LinkId, Received
 from kvtransfer.frames import Frame
 from kvtransfer.pairs.lane import Lane
-
-ZMQ = "zmq"
 
 
 class PairState(enum.Enum):
@@ -57,17 +55,31 @@ class PairLink:
     held: deque[Held] = field(default_factory=deque)
 
     @property
-    def path(self) -> str:
-        return self.lane_path or self.inner_path
-
-    @property
     def is_paired(self) -> bool:
         return self.lane is not None and self.state is PairState.UP
 
+    @property
+    def connection(self) -> Connected:
+        return Connected(
+            self.link,
+            self.lane_path or self.inner_path,
+            is_incoming=not self.is_source,
+            transport=self.transport,
+            has_tensors=self.lane is not None,
+            fallback="; ".join(self.detours),
+        )
+
     def begin(self, attempt: int, transport: str) -> None:
+        """Of a pair. Where there is to be none, both sides are as good as ready."""
         self.attempt = attempt
         self.transport = transport
-        self.is_formed = self.is_peer_ready = False
+        self.is_formed = self.is_peer_ready = transport == ZMQ
+
+    def end_lane(self, reason: str) -> None:
+        if self.lane is not None:
+            self.lane.end(reason)
+        self.lane = None
+        self.lane_path = ""
 
     def arrived(self, frames: Sequence[Frame]) -> None:
         """The frames of the oldest message that waits for its own."""

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 
-from torch.distributed import Store
+from torch.distributed import Store  # type: ignore[attr-defined]  # torch documents it all the same
 
 
 class PairStore(Store):

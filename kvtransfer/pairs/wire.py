@@ -64,7 +64,13 @@ class Failed(PairMessage, frozen=True, tag="Failed"):
     detail: Detail
 
 
-AnyPairMessage = Offer | Answer | Rendezvous | Ready | Failed
+class Ended(PairMessage, frozen=True, tag="Ended"):
+    """Either way, last on a link: why this side ends it."""
+
+    detail: Detail
+
+
+AnyPairMessage = Offer | Answer | Rendezvous | Ready | Failed | Ended
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyPairMessage] = msgspec.msgpack.Decoder(AnyPairMessage)

@@ -96,7 +96,20 @@ def _links(workers: list[dict[str, Any]]) -> list[Table | str]:
         speed = link.get("bytes_per_s")
         table.add_row(source, peer, str(link["detail"]), f"{speed / 1e6:,.0f}" if speed else "-")
     num_left = len(links) - MAX_LINKS
-    return ["", table, *([f"and {num_left} more links, see --json"] if num_left > 0 else [])]
+    left = [f"and {num_left} more links, see --json"] if num_left > 0 else []
+    return ["", table, *left, *_warnings(links)]
+
+
+def _warnings(links: list[tuple[str, str, dict[str, Any]]]) -> list[str]:
+    """Each once, with the first of the links that it is about."""
+    about: dict[str, list[str]] = {}
+    for source, peer, link in links:
+        if warning := link.get("warning"):
+            about.setdefault(warning, []).append(f"{source} to {peer}")
+    return [
+        f"warning: {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {warning}"
+        for warning, names in about.items()
+    ]
 
 
 def _blocks(counts: dict[str, int]) -> str:

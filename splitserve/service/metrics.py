@@ -124,6 +124,12 @@ class WorkerMetrics:
             ["model", "transport", "side", "reason"],
             registry=registry,
         )
+        self._transport_fallbacks = Counter(
+            "splitserve_kv_transport_fallbacks",
+            "Links that use another transport than the first one asked for.",
+            ["model", "wanted", "used"],
+            registry=registry,
+        )
         self._kv_messages_dropped = Counter(
             "splitserve_kv_messages_dropped",
             "Late, repeated and unknown messages of KV transfers.",
@@ -179,12 +185,16 @@ class WorkerMetrics:
         self._ignored.labels(self._model, kind).inc()
 
     def count_transfer(self, *, transport: str, side: str, num_bytes: int, seconds: float) -> None:
-        """One completed transfer; `side` is "source" or "sink"."""
+        """One completed transfer; `side` is "source" or "sink", `transport` what its blocks travelled by."""
         self._transfer_bytes.labels(self._model, transport, side).inc(num_bytes)
         self._transfer_seconds.labels(self._model, transport, side).observe(seconds)
 
     def count_transfer_failure(self, *, transport: str, side: str, reason: str) -> None:
         self._transfer_failures.labels(self._model, transport, side, reason).inc()
+
+    def count_transport_fallback(self, *, wanted: str, used: str) -> None:
+        """One link was made."""
+        self._transport_fallbacks.labels(self._model, wanted, used).inc()
 
 
 class StepMetrics:

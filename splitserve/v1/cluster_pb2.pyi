@@ -1267,12 +1267,15 @@ class LinkReport(_message.Message):
     REACHABLE_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    FALLBACK_FIELD_NUMBER: _builtins.int
     peer_worker_id: _builtins.str
     reachable: _builtins.bool
     detail: _builtins.str
-    """The path in use ("ipc", "tcp"), or why there is none."""
+    """The path in use ("ipc", "tcp", "gloo", "nccl P2P/CUMEM"), or why there is none."""
     bytes_per_s: _builtins.float
     """While blocks are under way; 0 until enough of them have been."""
+    fallback: _builtins.str
+    """Why a transport that was preferred is not used; empty where the first one is."""
     def __init__(
         self,
         *,
@@ -1280,10 +1283,11 @@ class LinkReport(_message.Message):
         reachable: _builtins.bool = ...,
         detail: _builtins.str = ...,
         bytes_per_s: _builtins.float = ...,
+        fallback: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "detail", b"detail", "peer_worker_id", b"peer_worker_id", "reachable", b"reachable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "detail", b"detail", "fallback", b"fallback", "peer_worker_id", b"peer_worker_id", "reachable", b"reachable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -214,11 +214,12 @@ class EngineLoop:
 
     def _dispatch(self, item: commands.Command | events.KVEvent) -> None:
         match item:
-            case events.LinkUp(worker_id=peer, path=path, detail=detail):
-                shown = f"{path} ({detail})" if detail else path
-                self._publish(reports.LinkReport(peer=peer, reachable=True, detail=shown))
-            case events.LinkMeasured(worker_id=peer, path=path, bytes_per_s=bytes_per_s):
-                self._publish(reports.LinkReport(peer=peer, reachable=True, detail=path, bytes_per_s=bytes_per_s))
+            case events.LinkUp(worker_id=peer, path=path, fallback=fallback):
+                self._publish(reports.LinkReport(peer=peer, reachable=True, detail=path, fallback=fallback))
+                if fallback:
+                    self._publish(reports.TransportFallback(used=item.transport))
+            case events.LinkMeasured(worker_id=peer, path=path, bytes_per_s=speed, fallback=fallback):
+                self._publish(reports.LinkReport(peer, True, path, speed, fallback))
             case events.LinkDown(worker_id=peer, reason=reason):
                 self._publish(reports.LinkReport(peer=peer, reachable=False, detail=reason))
             case events.LinkRefused(worker_id=peer, detail=detail):
@@ -227,13 +228,13 @@ class EngineLoop:
             case events.AgentStopped(detail=detail):
                 raise RuntimeError(f"the KV thread stopped: {detail}")
             case events.TransferComplete(num_bytes=num_bytes, seconds=seconds):
-                self._publish(reports.TransferReport("sink", "", num_bytes, seconds))
+                self._publish(reports.TransferReport("sink", item.transport, "", num_bytes, seconds))
                 self._engine.handle(item)
             case events.TransferAcked(num_bytes=num_bytes, seconds=seconds):
-                self._publish(reports.TransferReport("source", "", num_bytes, seconds))
+                self._publish(reports.TransferReport("source", item.transport, "", num_bytes, seconds))
                 self._engine.handle(item)
             case events.TransferFailed(side=side, reason=failure):
-                self._publish(reports.TransferReport(side.value, failure.value.lower()))
+                self._publish(reports.TransferReport(side.value, item.transport, failure.value.lower()))
                 self._engine.handle(item)
             case _:
                 self._engine.handle(item)

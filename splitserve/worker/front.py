@@ -173,7 +173,12 @@ class Front:
                 self._links[report.peer] = report
                 self._joiner.send(translate.to_worker_message(report))
             case (
-                reports.TransferReport() | reports.CacheLookup() | reports.Ignored() | reports.Step() | reports.Slots()
+                reports.TransferReport()
+                | reports.TransportFallback()
+                | reports.CacheLookup()
+                | reports.Ignored()
+                | reports.Step()
+                | reports.Slots()
             ):
                 self._http.count(report)
             case reports.Progress(text=text):

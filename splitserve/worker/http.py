@@ -87,6 +87,9 @@ class WorkerHttp:
         match report:
             case reports.TransferReport():
                 self._count_transfer(report)
+            case reports.TransportFallback(used=used):
+                wanted = self._ready.transport.split(",")[0]
+                self._metrics.count_transport_fallback(wanted=wanted, used=used)
             case reports.CacheLookup(num_tokens=num_tokens, num_cached_tokens=num_cached):
                 self._metrics.count_cache_lookup(num_tokens=num_tokens, num_cached_tokens=num_cached)
             case reports.Ignored(kind=kind):
@@ -104,7 +107,7 @@ class WorkerHttp:
                 self._metrics.count_generation_tokens(len(tokens))
 
     def _count_transfer(self, report: reports.TransferReport) -> None:
-        transport = self._ready.transport
+        transport = report.transport or "none"
         if report.reason:
             self._metrics.count_transfer_failure(transport=transport, side=report.side, reason=report.reason)
         else:

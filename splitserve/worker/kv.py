@@ -73,17 +73,6 @@ def make_agent(
         )
     )
     names = transports(config.kv_transport, device)
-    pairs = PairSettings(
-        transports=names,
-        block_nbytes=store.block_nbytes,
-        device=device,
-        host=host,
-        form_timeout_s=PAIR_TIMEOUT_S,
-        timeout_s=config.transfer_timeout,
-    )
-    carrier: Carrier = PairCarrier(control, pairs)
-    if config.fault_plan:
-        carrier = FaultyCarrier(carrier, FaultPlanFile(Path(config.fault_plan)))
     settings = KVSettings(
         # A handshake that has to form pairs may try each of them in turn.
         connect_timeout_s=KVSettings.connect_timeout_s + PAIR_TIMEOUT_S * sum(name != "zmq" for name in names),
@@ -92,6 +81,18 @@ def make_agent(
         ping_timeout_s=config.kv_peer_timeout,
         closing_timeout_s=config.kv_peer_timeout,
     )
+    pairs = PairSettings(
+        transports=names,
+        block_nbytes=store.block_nbytes,
+        device=device,
+        host=host,
+        form_timeout_s=PAIR_TIMEOUT_S,
+        timeout_s=config.transfer_timeout,
+        max_pending_bytes=settings.window_bytes + max(settings.frame_bytes, store.block_nbytes),
+    )
+    carrier: Carrier = PairCarrier(control, pairs)
+    if config.fault_plan:
+        carrier = FaultyCarrier(carrier, FaultPlanFile(Path(config.fault_plan)))
     return KVAgent(
         worker_id=worker_id,
         fingerprint=fingerprint,

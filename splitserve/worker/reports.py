@@ -140,18 +140,32 @@ class AttemptEnded(Message, frozen=True):
 
 
 class LinkReport(Message, frozen=True):
-    """`bytes_per_s` is 0 while it is not known how fast blocks travel there."""
+    """`detail` is the path in use, or why there is none; `fallback` why a transport that was preferred is not used.
+
+    `bytes_per_s` is 0 while it is not known how fast blocks travel there.
+    """
 
     peer: str
     reachable: bool
     detail: str
     bytes_per_s: float = 0.0
+    fallback: str = ""
+
+
+class TransportFallback(Message, frozen=True):
+    """A link uses another transport than the first that was asked for, for the metrics."""
+
+    used: str
 
 
 class TransferReport(Message, frozen=True):
-    """How a KV transfer ended, for the metrics: `reason` is "" for success, `side` is "source" or "sink"."""
+    """How a KV transfer ended, for the metrics: `reason` is "" for success, `side` is "source" or "sink".
+
+    `transport` is "" where no peer was met.
+    """
 
     side: str
+    transport: str
     reason: str
     num_bytes: int = 0
     seconds: float = 0.0
@@ -205,7 +219,7 @@ class Load(Message, frozen=True):
     kv_messages_dropped: int
 
 
-Countable = TransferReport | CacheLookup | Ignored | Step | Slots | FirstTokens | StepTokens
+Countable = TransferReport | TransportFallback | CacheLookup | Ignored | Step | Slots | FirstTokens | StepTokens
 "What the front's metrics count."
 
 AttemptReport = (
@@ -229,6 +243,7 @@ Report = (
     | AttemptReport
     | LinkReport
     | TransferReport
+    | TransportFallback
     | CacheLookup
     | Ignored
     | Step

@@ -125,6 +125,7 @@ def to_worker_message(report: reports.Report) -> pb.WorkerMessage:
             return pb.WorkerMessage(attempt_ended=ended)
         case reports.LinkReport(peer=peer, reachable=reachable, detail=detail, bytes_per_s=bytes_per_s):
             link = pb.LinkReport(peer_worker_id=peer, reachable=reachable, detail=detail, bytes_per_s=bytes_per_s)
+            link.fallback = report.fallback
             return pb.WorkerMessage(link_report=link)
         case _:
             return _tokens_message(report)

@@ -21,9 +21,9 @@ def real_net(request: pytest.FixtureRequest) -> Iterator[World]:
         yield made
 
 
-@pytest.fixture(params=["tcp", "ipc"])
+@pytest.fixture(params=["bare tcp", "bare ipc"])
 def zmq_net(request: pytest.FixtureRequest) -> Iterator[World]:
-    """A world over ZeroMQ, for what is said of its sockets."""
+    """A world over ZeroMQ and nothing around it, for what is said of its sockets."""
     with world(request.param) as made:
         yield made
 

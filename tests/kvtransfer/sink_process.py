@@ -19,8 +19,7 @@ from kvtransfer.endpoint import KVEndpoint
 from kvtransfer.events import KVEvent, TransferComplete, TransferFailed
 from kvtransfer.settings import KVSettings
 from kvtransfer.ticket import Ticket
-from kvtransfer.zeromq import ZeroMQCarrier, ZeroMQSettings
-from tests.kvtransfer.worlds import FINGERPRINT, PATIENCE_S, ByteStore, gloo_carrier
+from tests.kvtransfer.worlds import FINGERPRINT, PATIENCE_S, ByteStore, worker_carrier
 
 NUM_BLOCKS = 64
 WINDOW_BYTES = 256 * 1024
@@ -58,8 +57,8 @@ class SinkProcess:
 
 
 @contextmanager
-def sink_process(worker_id: str, *, block_nbytes: int, port: int = 0, transport: str = "zmq") -> Iterator[SinkProcess]:
-    """`transport`: "gloo", or anything else for plain ZeroMQ."""
+def sink_process(worker_id: str, *, block_nbytes: int, port: int = 0, transport: str = "ipc") -> Iterator[SinkProcess]:
+    """`transport` as in `worker_carrier`."""
     command = [sys.executable, "-m", "tests.kvtransfer.sink_process"]
     command += [worker_id, str(port), str(block_nbytes), transport]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -86,12 +85,11 @@ def main(worker_id: str, port: int, block_nbytes: int, transport: str) -> None:
 
     # The log goes to standard output, which is the parent's here.
     sys.stdout = sys.stderr
-    zmq_carrier = ZeroMQCarrier(ZeroMQSettings(port=port, max_block_bytes=block_nbytes))
     agent = KVAgent(
         worker_id=worker_id,
         fingerprint=FINGERPRINT,
         store=ByteStore(NUM_BLOCKS, block_nbytes),
-        carrier=gloo_carrier(block_nbytes, port) if transport == "gloo" else zmq_carrier,
+        carrier=worker_carrier(transport, block_nbytes, port),
         settings=KVSettings(window_bytes=WINDOW_BYTES),
         on_event=on_event,
     )

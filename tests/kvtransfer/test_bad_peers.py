@@ -249,7 +249,7 @@ def test_a_sink_on_another_host_is_dialled_by_ipc() -> None:
         source, sink = world.worker("p0"), world.worker("d0")
         Path(sink.agent.endpoint.nonce_path).unlink()
         connect(source, sink)
-        assert source.seen.wait(LinkUp) == LinkUp("d0", "tcp")
+        assert source.seen.wait(LinkUp) == LinkUp("d0", "tcp", "zmq")
     finally:
         world.close()
 

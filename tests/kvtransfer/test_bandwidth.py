@@ -3,6 +3,7 @@
 import pytest
 
 from kvtransfer.bandwidth import HALF_LIFE_BYTES, MAX_RUN_BYTES, MIB, Bandwidth
+from kvtransfer.carrier import Connected
 from kvtransfer.context import Context
 from kvtransfer.counters import Counters
 from kvtransfer.events import LinkMeasured, TransferAcked
@@ -92,10 +93,14 @@ class OneLink:
         self.clock, self.outbox = FakeClock(), FakeOutbox()
         self.counters = Counters()
         settings = KVSettings(frame_bytes=block_nbytes)
+        self.frame_bytes = block_nbytes
         store = ByteStore(8, block_nbytes)
         self.source = Source(Context("p0", FINGERPRINT, store, self.outbox, settings, self.counters, self.clock))
-        self.counters.path("d0", "ipc")
-        self.source.link_ready("d0", 1, settings.window_bytes, settings.frame_bytes)
+        self.connect()
+
+    def connect(self) -> None:
+        connection = Connected(1, "ipc", is_incoming=False, transport="zmq")
+        self.source.link_ready("d0", connection, 64 * MIB, self.frame_bytes)
 
     def send(self, transfer_id: str, num_blocks: int) -> list[Blocks]:
         self.source.open(Ticket(transfer_id, "d0", 0, num_blocks))
@@ -133,7 +138,7 @@ def test_speed_of_a_link_is_not_told_or_that_of_another_time() -> None:
     link.source.receive(1, Acked("t2"))
     # Another link, for which the first one says nothing.
     link.source.link_lost(1, "cut")
-    link.source.link_ready("d0", 1, 64 * MIB, MIB)
+    link.connect()
     link.acknowledge(link.send("t3", 4), 0.5)
     assert [event.bytes_per_s for event in link.measured()[1:]] == [pytest.approx(2 * MIB)]
 

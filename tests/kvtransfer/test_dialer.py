@@ -38,7 +38,7 @@ class Dialled:
 
     def connected(self) -> None:
         """The newest link comes as far as its hello."""
-        self.dialer.connected(Connected(self.num_links, "tcp", is_incoming=False))
+        self.dialer.connected(Connected(self.num_links, "tcp", is_incoming=False, transport="zmq"))
         assert isinstance(self.outbox.sent.pop().message, Hello)
 
     def ready(self) -> None:
@@ -70,7 +70,7 @@ def test_a_peer_whose_link_was_lost_before_it_was_dropped_is_dialled_again() -> 
     made.set_peers(d0=HERE)
     made.ready()
     made.dialer.lost(1, "the connection ended")
-    assert made.events() == [LinkUp("d0", "tcp"), LinkDown("d0", "the connection ended")]
+    assert made.events() == [LinkUp("d0", "tcp", "zmq"), LinkDown("d0", "the connection ended")]
     made.set_peers()
     assert made.events() == []
     assert made.num_links == 1
@@ -83,7 +83,11 @@ def test_a_peer_that_moved_looks_connected() -> None:
     made.ready()
     made.set_peers(d0=THERE)
     made.ready()
-    assert made.events() == [LinkUp("d0", "tcp"), LinkDown("d0", "the peer has moved"), LinkUp("d0", "tcp")]
+    assert made.events() == [
+        LinkUp("d0", "tcp", "zmq"),
+        LinkDown("d0", "the peer has moved"),
+        LinkUp("d0", "tcp", "zmq"),
+    ]
 
 
 def test_an_agent_reports_a_peer_down_that_it_dropped(net: World) -> None:

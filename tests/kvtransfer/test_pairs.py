@@ -110,7 +110,7 @@ def test_pair_that_cannot_be_formed_stops_the_link(tcp: World) -> None:
     connect(source, sink)
     up = source.seen.wait(LinkUp)
     assert up.path == "tcp"
-    assert "gloo is out of order" in up.detail
+    assert "gloo is out of order" in up.fallback
     assert is_moved(source, sink)
 
 
@@ -118,7 +118,7 @@ def test_sinks_failure_is_the_sources_riddle(tcp: World) -> None:
     source = tcp.worker("p0", wrap=paired("gloo", "zmq"))
     sink = tcp.worker("d0", wrap=paired("gloo", "zmq", make=refuses("is out of order")))
     connect(source, sink)
-    assert "the peer: gloo is out of order" in source.seen.wait(LinkUp).detail
+    assert "the peer: gloo is out of order" in source.seen.wait(LinkUp).fallback
     assert is_moved(source, sink)
 
 
@@ -145,7 +145,7 @@ def test_order_of_preference_is_the_sinks(tcp: World) -> None:
     source = tcp.worker("p0", wrap=paired("zmq", "gloo"))
     sink = tcp.worker("d0", wrap=paired("gloo", "zmq"))
     connect(source, sink)
-    assert source.seen.wait(LinkUp) == LinkUp("d0", "tcp")
+    assert source.seen.wait(LinkUp) == LinkUp("d0", "tcp", "zmq")
     assert is_moved(source, sink)
 
 
@@ -153,7 +153,7 @@ def test_missing_gpu_is_not_told(tcp: World) -> None:
     source, sink = (tcp.worker(name, wrap=paired("nccl", "gloo", "zmq")) for name in ("p0", "d0"))
     connect(source, sink)
     up = source.seen.wait(LinkUp)
-    assert (up.path, up.detail) == ("gloo", "nccl: the pool is on cpu, not on a GPU")
+    assert (up.path, up.transport, up.fallback) == ("gloo", "gloo", "nccl: the pool is on cpu, not on a GPU")
     assert source.agent.stats().peers["d0"].path == "gloo"
     assert is_moved(source, sink)
 

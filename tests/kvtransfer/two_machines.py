@@ -74,9 +74,8 @@ class TwoMachines:
     def connect(self) -> None:
         self.num_links += 1
         self.link = self.num_links
-        self.source.link_ready(
-            "d0", Connected(self.link, "tcp", is_incoming=False), SETTINGS.window_bytes, SETTINGS.frame_bytes
-        )
+        connection = Connected(self.link, "tcp", is_incoming=False, transport="zmq")
+        self.source.link_ready("d0", connection, SETTINGS.window_bytes, SETTINGS.frame_bytes)
         self.settle()
 
     def end_link(self, reason: str) -> None:

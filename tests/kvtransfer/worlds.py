@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from kvtransfer.agent import KVAgent
-from kvtransfer.carrier import Carrier
+from kvtransfer.carrier import ZMQ, Carrier
 from kvtransfer.events import KVEvent, LinkUp, TransferAcked, TransferComplete, TransferFailed
 from kvtransfer.fingerprint import Fingerprint
 from kvtransfer.memory import MemoryHub
@@ -149,9 +149,11 @@ def keys_for(num_blocks: int) -> list[bytes]:
     return [index.to_bytes(32, "little") for index in range(num_blocks)]
 
 
-def gloo_carrier(block_nbytes: int, port: int = 0) -> Carrier:
-    settings = PairSettings(("gloo",), block_nbytes, torch.device("cpu"), timeout_s=GLOO_TIMEOUT_S)
-    return PairCarrier(ZeroMQCarrier(ZeroMQSettings(max_block_bytes=block_nbytes, port=port)), settings)
+def worker_carrier(transport: str, block_nbytes: int, port: int = 0) -> Carrier:
+    """As a worker has it, for "gloo", "tcp" or "ipc"; the last two without a pair."""
+    control = ZeroMQCarrier(ZeroMQSettings(max_block_bytes=block_nbytes, port=port, use_ipc=transport != "tcp"))
+    taken = "gloo" if transport == "gloo" else ZMQ
+    return PairCarrier(control, PairSettings((taken,), block_nbytes, torch.device("cpu"), timeout_s=GLOO_TIMEOUT_S))
 
 
 class World:
@@ -166,10 +168,11 @@ class World:
         match self.transport:
             case "loopback":
                 return self._hub.carrier()
-            case "tcp" | "ipc":
-                return ZeroMQCarrier(ZeroMQSettings(max_block_bytes=block_nbytes, use_ipc=self.transport == "ipc"))
-            case "gloo":
-                return gloo_carrier(block_nbytes)
+            case "bare tcp" | "bare ipc":
+                use_ipc = self.transport == "bare ipc"
+                return ZeroMQCarrier(ZeroMQSettings(max_block_bytes=block_nbytes, use_ipc=use_ipc))
+            case "tcp" | "ipc" | "gloo":
+                return worker_carrier(self.transport, block_nbytes)
         raise ValueError(self.transport)
 
     def worker(

@@ -13,7 +13,7 @@ from kvtransfer.agent import KVAgent
 from kvtransfer.carrier import LinkId
 from kvtransfer.events import KVEvent, Side, TransferComplete
 from kvtransfer.fingerprint import Fingerprint
-from kvtransfer.messages import digest
+from kvtransfer.frames import digest
 from kvtransfer.settings import KVSettings
 from kvtransfer.sink_transfer import SinkTransfer
 from splitserve.worker.kv import model_fingerprint

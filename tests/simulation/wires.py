@@ -10,7 +10,8 @@ import msgspec
 
 from kvtransfer.carrier import CarrierEvent, Connected, Disconnected, LinkId, Received
 from kvtransfer.endpoint import KVEndpoint
-from kvtransfer.messages import Blocks, Finish, digest, encode
+from kvtransfer.frames import digest
+from kvtransfer.messages import Blocks, Finish, encode
 from tests.kvtransfer.fake_link import Handle, Parcel
 
 
@@ -96,8 +97,8 @@ class Wires:
             return name
         other = next(self._links)
         self.lanes += [Lane(far, other, near, name), Lane(near, name, far, other)]
-        near.inbox.append(Connected(name, "loopback", is_incoming=False))
-        far.inbox.append(Connected(other, "loopback", is_incoming=True))
+        near.inbox.append(Connected(name, "loopback", is_incoming=False, transport="loopback"))
+        far.inbox.append(Connected(other, "loopback", is_incoming=True, transport="loopback"))
         return name
 
     def way_back(self, lane: Lane) -> Lane:

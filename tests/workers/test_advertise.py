@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from splitserve.service.errors import Unavailable
 from splitserve.worker.config import WorkerConfig
@@ -71,7 +72,7 @@ def folder() -> Iterator[Path]:
 
 def test_sockets_lie_where_other_containers_do_not_see_them(folder: Path) -> None:
     config = WorkerConfig(kv_socket_dir=str(folder))
-    agent = make_agent(config, "d0", FINGERPRINT, ByteStore(4), lambda _: None)
+    agent = make_agent(config, "d0", FINGERPRINT, ByteStore(4), torch.device("cpu"), lambda _: None)
     agent.start()
     try:
         assert Path(agent.endpoint.ipc_path).parent.parent == folder
@@ -83,6 +84,6 @@ def test_sockets_lie_where_other_containers_do_not_see_them(folder: Path) -> Non
 
 def test_folder_for_sockets_that_is_not_there_is_ignored(folder: Path) -> None:
     config = WorkerConfig(kv_socket_dir=str(folder / "missing"))
-    agent = make_agent(config, "d0", FINGERPRINT, ByteStore(4), lambda _: None)
+    agent = make_agent(config, "d0", FINGERPRINT, ByteStore(4), torch.device("cpu"), lambda _: None)
     with pytest.raises(Unavailable, match="missing"):
         agent.start()
