@@ -332,6 +332,19 @@ def test_status_hides_a_slow_link_or_one_that_is_down() -> None:
     assert "and 3 more links" in shown
 
 
+def test_status_hides_what_is_wrong_with_a_link_that_works() -> None:
+    why = "not what was asked for first: nccl: no GPU"
+    links = {
+        f"d-{index}": {"reachable": True, "detail": "tcp", "bytes_per_s": None, "warning": why if index else None}
+        for index in range(4)
+    }
+    [worker] = CLUSTER["workers"]
+    console = Console(record=True, width=200, markup=False)
+    console.print(render(CLUSTER | {"workers": [worker | {"links": links}]}))
+    [line] = [line for line in console.export_text().splitlines() if "warning" in line]
+    assert line.rstrip() == f"warning: {worker['id']} to d-1 and 2 more: {why}"
+
+
 def test_status_json_was_not_what_the_router_said(cluster_url: str) -> None:
     done = run("status", "--json", env={"SPLITSERVE_URL": cluster_url + "/", "http_proxy": "http://127.0.0.1:9"})
     assert done.returncode == 0

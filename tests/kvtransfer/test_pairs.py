@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 
 from kvtransfer.carrier import Carrier
 from kvtransfer.events import FailureReason, LinkDown, LinkUp, TransferAcked, TransferComplete, TransferFailed
-from kvtransfer.frames import digest
+from kvtransfer.frames import digest, digests
+from kvtransfer.messages import Ping, encode
 from kvtransfer.pairs import wire
 from kvtransfer.pairs.carrier import PairCarrier, PairSettings
 from kvtransfer.pairs.communicator import Communicator, PairPlan
 from kvtransfer.pairs.nccl import way_of
 from kvtransfer.pairs.store import PairStore
 from kvtransfer.settings import KVSettings
+from tests.kvtransfer.test_bad_peers import dealer
 from tests.kvtransfer.worlds import ByteStore, Worker, World, connect, world
 
 NBYTES = 1024
@@ -90,7 +92,7 @@ def paired(
 
 @pytest.fixture
 def tcp() -> Iterator[World]:
-    with world("tcp") as made:
+    with world("bare tcp") as made:
         yield made
 
 
@@ -208,6 +210,75 @@ def test_blocks_of_another_size_are_posted() -> None:
         wire.announced(memoryview(damaged), NBYTES)
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        [b"\x07" + encode(Ping())],
+        [b""],
+        [wire.PAIRED + encode(Ping()), wire.announce(1, NBYTES)],
+        [wire.OWN + b"nonsense"],
+        [wire.OWN + encode(Ping())],
+        [wire.encode(wire.Ready(0)), b"surplus"],
+        [wire.encode(wire.Answer(0, "zmq"))],
+        [wire.encode(wire.Offer(wire.VERSION, 1, ["zmq"], NBYTES))],
+        [wire.encode(wire.Ready(0))],
+    ],
+    ids=["kind", "empty", "pair that is none", "garbage", "other", "frames", "answer", "offer", "ready"],
+)
+def test_message_that_makes_no_sense_ends_the_worker(tcp: World, message: list[bytes]) -> None:
+    """It ends its own link, whose peer is told; others go on."""
+    source, sink = (tcp.worker(name, wrap=paired("zmq")) for name in ("p0", "d0"))
+    connect(source, sink)
+    with dealer(sink.agent.endpoint) as stranger:
+        stranger.send(wire.encode(wire.Offer(wire.VERSION, 0, ["zmq"], NBYTES)))
+        assert isinstance(wire.decode(memoryview(stranger.recv())[1:]), wire.Answer)
+        stranger.send_multipart(message)
+        said = wire.decode(memoryview(stranger.recv())[1:])
+        assert isinstance(said, wire.Ended)
+        assert "bad message" in said.detail
+        assert stranger.recv_multipart() == [b"", b""]  # asked to close
+    assert sink.agent.stats().links_rejected == 1
+    assert is_moved(source, sink)
+
+
+def test_more_is_posted_than_credit_allows(tcp: World) -> None:
+    """Who announces blocks for ever fills nobody's memory."""
+    between = Wire()
+    small = PairSettings(("gloo",), NBYTES, CPU, timeout_s=4.0, max_pending_bytes=4 * NBYTES)
+    source = tcp.worker("p0", wrap=paired("gloo", make=fake(between)), settings=PATIENT)
+    sink = tcp.worker("d0", wrap=lambda inner: PairCarrier(inner, small, fake(between)))
+    connect(source, sink)
+    between.is_open.clear()
+    for block in range(5):
+        source.agent.open(sink.ticket_for(f"t{block}", [block]))
+        source.agent.send(f"t{block}", [(0, block)])
+    assert "5 blocks under way are more than the credit allows" in source.seen.wait(LinkDown).reason
+    assert between.num_received <= 1
+
+
+def test_agent_waits_for_a_library_that_does_not_let_go(tcp: World) -> None:
+    """A peer that is frozen in mid-transfer keeps its thread, not this process."""
+    between = Wire()
+    stuck = threading.Event()
+
+    class StuckRank(FakeRank):
+        def receive(self, count: int) -> torch.Tensor:
+            stuck.set()
+            between.is_open.wait(60)
+            raise RuntimeError("let go at last")
+
+    hasty = PairSettings(("gloo",), NBYTES, CPU, close_timeout_s=0.1)
+    source = tcp.worker("p0", wrap=paired("gloo", make=fake(between)))
+    sink = tcp.worker("d0", wrap=lambda inner: PairCarrier(inner, hasty, lambda *made: StuckRank(*made, between)))
+    connect(source, sink)
+    between.is_open.clear()
+    source.push(sink.ticket_for("t", [0]), [0])
+    assert stuck.wait(30)
+    sink.agent.close()
+    assert sink.seen.wait(TransferFailed, "t").reason is FailureReason.SHUTDOWN
+    between.is_open.set()
+
+
 def test_pools_of_two_sizes_form_a_pair(tcp: World) -> None:
     source = tcp.worker("p0", wrap=paired("gloo"), settings=PATIENT)
     other = PairSettings(("gloo",), 2 * NBYTES, CPU)
@@ -240,7 +311,7 @@ def test_changed_block_has_the_same_sum(data: bytes, draw: st.DataObject) -> Non
     flipped = block.clone()
     flipped[place] ^= 1 << draw.draw(st.integers(0, 7))
     assert digest(flipped) != digest(block)
-    assert digest(block.clone()) == digest(block)
+    assert digests([block.clone(), flipped]) == [digest(block), digest(flipped)]
     if len(data) >= 16 and data[:8] != data[8:16]:
         swapped = torch.cat([block[8:16], block[:8], block[16:]])
         assert digest(swapped) != digest(block)

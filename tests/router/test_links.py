@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
+import structlog
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +18,7 @@ from router.links import (
     SAME_TOPOLOGY_GROUP,
     LinkView,
     best_links,
+    warning,
 )
 from router.scheduler import DecodeView, Demand, PrefillView, choose_prefill, place
 from router.translate import to_link
@@ -156,6 +158,29 @@ def test_speed_that_makes_no_sense_is_believed(speed: float) -> None:
     assert to_link(link_report("d0", speed).link_report) == Link(True, "ipc", 0.0)
 
 
+def test_detour_of_a_link_is_passed_over() -> None:
+    """NCCL between two hosts has no other way than the network, and so is none."""
+    assert warning("ipc", "", is_same_host=True) is None
+    assert warning("nccl P2P/CUMEM", "", is_same_host=True) is None
+    assert warning("nccl NET/IB/0", "", is_same_host=False) is None
+    assert "NCCL takes the network" in str(warning("nccl NET/Socket/0", "", is_same_host=True))
+    assert "nccl: no GPU" in str(warning("tcp", "nccl: no GPU", is_same_host=False))
+
+
+async def test_detour_is_told_to_nobody() -> None:
+    """In the log once, not again with every speed."""
+    router = Router()
+    (prefill,), _ = router.pairs(num_decode=2)
+    servicer = ClusterServicer(router.config, router.membership, "r")
+    with structlog.testing.capture_logs() as logged:
+        for speed in (0.0, 2.5e9, 3.5e9):
+            said = to_worker_message(reports.LinkReport("d1", True, "tcp", speed, "nccl: no GPU"))
+            servicer._on_message(prefill.worker, pb.WorkerMessage.FromString(said.SerializeToString()))
+    [shown] = [worker for worker in router.membership.describe()["workers"] if worker["id"] == "p0"]
+    assert shown["links"]["d1"]["warning"] == "not what was asked for first: nccl: no GPU"
+    assert [entry["why"] for entry in logged if entry["log_level"] == "warning"] == [shown["links"]["d1"]["warning"]]
+
+
 async def test_speed_of_a_link_is_told_to_nobody_or_wakes_everybody() -> None:
     """It is a hint for the next placement and lets no request go that waits for room."""
     router = Router()
@@ -167,7 +192,12 @@ async def test_speed_of_a_link_is_told_to_nobody_or_wakes_everybody() -> None:
     servicer._on_message(prefill.worker, link_report("d0", 1e9))
     assert changes == []
     [shown] = [worker for worker in router.membership.describe()["workers"] if worker["id"] == "p0"]
-    assert shown["links"]["d1"] == {"reachable": True, "detail": "ipc", "bytes_per_s": 2_500_000_000}
+    assert shown["links"]["d1"] == {
+        "reachable": True,
+        "detail": "ipc",
+        "bytes_per_s": 2_500_000_000,
+        "warning": None,
+    }
     task = asyncio.create_task(collect(router.submit()))
     await fast.command("reserve")
     task.cancel()

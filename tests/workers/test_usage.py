@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, cast, get_args
 
 import pytest
+from msgspec.structs import replace
 
 from kvtransfer import events
 from splitserve.service.metrics import render
@@ -70,6 +71,39 @@ def test_speed_of_a_link_stays_in_the_engine() -> None:
     inbox.put(events.LinkMeasured("d0", "ipc", 2.5e9))
     loop.turn(wait_s=0.0)
     assert said == [reports.LinkReport("d0", True, "ipc", 2.5e9)]
+
+
+def test_transport_that_was_not_asked_for_stays_in_the_engine() -> None:
+    said: list[reports.Report] = []
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    loop = EngineLoop(cast(RoleEngine, TimedEngine()), said.append, inbox, cast(StepClock, NoClock()))
+    inbox.put(events.LinkUp("d0", "gloo", "gloo"))
+    inbox.put(events.LinkUp("d1", "tcp", "zmq", "gloo: out of order"))
+    inbox.put(events.LinkMeasured("d1", "tcp", 2.5e9, "gloo: out of order"))
+    loop.turn(wait_s=0.0)
+    assert said == [
+        reports.LinkReport("d0", True, "gloo"),
+        reports.LinkReport("d1", True, "tcp", fallback="gloo: out of order"),
+        reports.TransportFallback("zmq"),
+        reports.LinkReport("d1", True, "tcp", 2.5e9, "gloo: out of order"),
+    ]
+
+
+def test_blocks_are_counted_under_a_transport_that_they_did_not_take(make_pair: MakePair) -> None:
+    """What counts is the link's own, not what the worker was told to prefer."""
+    ready = replace(ready_report(make_pair().prefill.engine._context), transport="nccl,zmq")
+    http = WorkerHttp(ready, list, lambda: False, lambda: Signs(0, 0.0, 0.0), 10.0)
+    http.count(reports.TransferReport("source", "zmq", "", 1000, 0.5))
+    http.count(reports.TransferReport("source", "", "unreachable"))
+    http.count(reports.TransportFallback("zmq"))
+    page = render(http._registry).decode()
+    model = ready.fingerprint.model
+    for line in (
+        f'kv_transfer_bytes_total{{model="{model}",side="source",transport="zmq"}} 1000.0',
+        f'kv_transfer_failures_total{{model="{model}",reason="unreachable",side="source",transport="none"}} 1.0',
+        f'kv_transport_fallbacks_total{{model="{model}",used="zmq",wanted="nccl"}} 1.0',
+    ):
+        assert f"splitserve_{line}" in page
 
 
 def test_step_is_larger_or_smaller_than_what_it_computed(make_pair: MakePair) -> None:
