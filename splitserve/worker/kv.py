@@ -9,17 +9,18 @@ from pathlib import Path
 import torch
 
 from kvtransfer.agent import KVAgent
-from kvtransfer.carrier import Carrier
+from kvtransfer.carrier import ZMQ, Carrier
 from kvtransfer.events import KVEvent
 from kvtransfer.fault_plan import FaultPlanFile
 from kvtransfer.faults import FaultyCarrier
 from kvtransfer.fingerprint import Fingerprint
 from kvtransfer.pairs.carrier import PairCarrier, PairSettings
+from kvtransfer.pairs.communicator import why_not
 from kvtransfer.settings import KVSettings
 from kvtransfer.store import BlockStore
 from kvtransfer.zeromq import ZeroMQCarrier, ZeroMQSettings
 from splitserve.engine.layout import KVLayout
-from splitserve.service.errors import Unavailable
+from splitserve.service.errors import InvalidRequest, Unavailable
 from splitserve.worker.config import WorkerConfig
 
 # A router that is being replaced has no address for a moment; the worker can do nothing without it anyway.
@@ -47,7 +48,7 @@ def model_fingerprint(model: str, revision: str, layout: KVLayout) -> Fingerprin
 def transports(wanted: str, device: torch.device) -> tuple[str, ...]:
     """What --kv-transport comes to, in order of preference."""
     if wanted == "auto":
-        return ("nccl", "zmq") if device.type == "cuda" else ("zmq",)
+        return ("nccl", ZMQ) if device.type == "cuda" else (ZMQ,)
     return tuple(wanted.split(","))
 
 
@@ -61,8 +62,13 @@ def make_agent(
 ) -> KVAgent:
     """Not yet started; binds an ephemeral port on the configured address.
 
-    Raises `Unavailable` when the worker has to find out its own address and cannot, see `advertised_host`.
+    Raises `Unavailable` when the worker has to find out its own address and cannot, see `advertised_host`, and
+    `InvalidRequest` when it can have none of the transports that it was told to use.
     """
+    names = transports(config.kv_transport, device)
+    problems = [problem for name in names if name != ZMQ and (problem := why_not(name, device))]
+    if len(problems) == len(names):
+        raise InvalidRequest(f"--kv-transport {config.kv_transport}: {'; '.join(problems)}", field="kv_transport")
     host = advertised_host(config)
     control = ZeroMQCarrier(
         ZeroMQSettings(
@@ -72,10 +78,9 @@ def make_agent(
             ipc_parent=Path(config.kv_socket_dir) if config.kv_socket_dir else None,
         )
     )
-    names = transports(config.kv_transport, device)
     settings = KVSettings(
         # A handshake that has to form pairs may try each of them in turn.
-        connect_timeout_s=KVSettings.connect_timeout_s + PAIR_TIMEOUT_S * sum(name != "zmq" for name in names),
+        connect_timeout_s=KVSettings.connect_timeout_s + PAIR_TIMEOUT_S * sum(name != ZMQ for name in names),
         transfer_timeout_s=config.transfer_timeout,
         ping_interval_s=config.kv_peer_timeout / 4,
         ping_timeout_s=config.kv_peer_timeout,

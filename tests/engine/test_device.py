@@ -142,3 +142,11 @@ def test_forward_mixes_the_devices_tensors_with_host_ones(monkeypatch: pytest.Mo
     assert watched.mixing == []
     assert watched.num_seen > 100
     assert (logits.shape, logits.device.type) == ((3, 384), "meta")
+
+
+def test_transport_that_is_none_is_found_out_later() -> None:
+    for text in ("", "zmq,", "rdma", "auto,zmq", "nccl zmq"):
+        with pytest.raises(ValueError, match="neither auto nor a list of zmq, nccl and gloo"):
+            parse_transports(text)
+    assert parse_transports("nccl, zmq,nccl") == "nccl,zmq"
+    assert parse_transports("auto") == "auto"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from splitserve.service.errors import Unavailable
+from splitserve.service.errors import InvalidRequest, Unavailable
 from splitserve.worker.config import WorkerConfig
 from splitserve.worker.kv import advertised_host, make_agent
 from tests.kvtransfer.worlds import FINGERPRINT, ByteStore
@@ -87,3 +87,19 @@ def test_folder_for_sockets_that_is_not_there_is_ignored(folder: Path) -> None:
     agent = make_agent(config, "d0", FINGERPRINT, ByteStore(4), torch.device("cpu"), lambda _: None)
     with pytest.raises(Unavailable, match="missing"):
         agent.start()
+
+
+def test_worker_starts_without_a_transport_and_is_never_reached() -> None:
+    def made(kv_transport: str) -> None:
+        make_agent(
+            WorkerConfig(kv_transport=kv_transport),
+            "d0",
+            FINGERPRINT,
+            ByteStore(4),
+            torch.device("cpu"),
+            lambda _: None,
+        )
+
+    with pytest.raises(InvalidRequest, match="--kv-transport nccl: the pool is on cpu, not on a GPU"):
+        made("nccl")
+    made("nccl,gloo")
