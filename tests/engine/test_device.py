@@ -18,7 +18,7 @@ from splitserve.engine.report import LoadReport
 from splitserve.engine.runner import ModelRunner
 from splitserve.engine.selftest_result import SelfTestResult
 from splitserve.engine.torch_attention import TorchAttention
-from splitserve.service.config import parse_device
+from splitserve.service.config import parse_device, parse_transports
 
 
 class FakeCuda:

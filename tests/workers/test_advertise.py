@@ -91,14 +91,8 @@ def test_folder_for_sockets_that_is_not_there_is_ignored(folder: Path) -> None:
 
 def test_worker_starts_without_a_transport_and_is_never_reached() -> None:
     def made(kv_transport: str) -> None:
-        make_agent(
-            WorkerConfig(kv_transport=kv_transport),
-            "d0",
-            FINGERPRINT,
-            ByteStore(4),
-            torch.device("cpu"),
-            lambda _: None,
-        )
+        config = WorkerConfig(kv_transport=kv_transport)
+        make_agent(config, "d0", FINGERPRINT, ByteStore(4), torch.device("cpu"), lambda _: None)
 
     with pytest.raises(InvalidRequest, match="--kv-transport nccl: the pool is on cpu, not on a GPU"):
         made("nccl")
