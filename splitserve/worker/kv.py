@@ -16,7 +16,7 @@ from kvtransfer.faults import FaultyCarrier
 from kvtransfer.fingerprint import Fingerprint
 from kvtransfer.pairs.carrier import PairCarrier, PairSettings
 from kvtransfer.pairs.communicator import why_not
-from kvtransfer.settings import KVSettings
+from kvtransfer.settings import MIB, KVSettings
 from kvtransfer.store import BlockStore
 from kvtransfer.zeromq import ZeroMQCarrier, ZeroMQSettings
 from splitserve.engine.layout import KVLayout
@@ -27,6 +27,8 @@ from splitserve.worker.config import WorkerConfig
 ROUTER_TIMEOUT_S = 60.0
 # NCCL may take seconds to start.
 PAIR_TIMEOUT_S = 20.0
+# A message costs a pair's two threads more than it costs ZeroMQ, and no receive buffer.
+PAIR_FRAME_BYTES = 4 * MIB
 _RETRY_PAUSE_S = 0.5
 
 
@@ -78,9 +80,11 @@ def make_agent(
             ipc_parent=Path(config.kv_socket_dir) if config.kv_socket_dir else None,
         )
     )
+    num_pairs = sum(name != ZMQ for name in names)
     settings = KVSettings(
+        frame_bytes=PAIR_FRAME_BYTES if num_pairs else KVSettings.frame_bytes,
         # A handshake that has to form pairs may try each of them in turn.
-        connect_timeout_s=KVSettings.connect_timeout_s + PAIR_TIMEOUT_S * sum(name != ZMQ for name in names),
+        connect_timeout_s=KVSettings.connect_timeout_s + PAIR_TIMEOUT_S * num_pairs,
         transfer_timeout_s=config.transfer_timeout,
         ping_interval_s=config.kv_peer_timeout / 4,
         ping_timeout_s=config.kv_peer_timeout,
