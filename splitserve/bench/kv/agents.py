@@ -1,7 +1,7 @@
 """The product's way: a KV agent in each process, as two workers have them, with tickets, credit and digests.
 
-Both ends are made by what makes a worker's. Which path is taken is the source's choice, by the rule that workers have:
-an endpoint without a path on this host is reached by TCP.
+Both ends are made by what makes a worker's. Which path is taken is the source's choice, by the rules that workers have:
+its transport is the first that the sink takes, too, and an endpoint without a path on this host is reached by TCP.
 """
 
 import queue
@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
-import torch
 
 from kvtransfer.agent import KVAgent
 from kvtransfer.endpoint import KVEndpoint
-from kvtransfer.events import KVEvent, LinkMeasured, LinkUp, TransferAcked, TransferComplete
+from kvtransfer.events import KVEvent, LinkDown, LinkMeasured, LinkUp, TransferAcked, TransferComplete
 from kvtransfer.ticket import Ticket
 from splitserve.bench.kv.pool import BenchPool
-from splitserve.bench.kv.ways import PATIENCE_S
+from splitserve.bench.kv.ways import PAIRS, PATIENCE_S
 from splitserve.service.errors import Internal, Unavailable
 from splitserve.worker.config import WorkerConfig
 from splitserve.worker.kv import make_agent
@@ -31,8 +30,9 @@ _Event = TypeVar("_Event", bound=KVEvent)
 class AgentReceiver:
     """One agent for every source."""
 
-    def __init__(self, pool: BenchPool) -> None:
-        self._agent, self._events = _start_agent(_SINK, pool)
+    def __init__(self, pool: BenchPool, transports: str) -> None:
+        """`transports` as --kv-transport has them."""
+        self._agent, self._events = _start_agent(_SINK, pool, transports)
         self._num_due = 0
 
     @property
@@ -53,18 +53,22 @@ class AgentReceiver:
 
 
 class AgentSender:
-    def __init__(self, pool: BenchPool, address: bytes, path: str) -> None:
-        """`path` is "ipc" or "tcp". Raises Unavailable where the sink is not reached that way."""
+    """`path` is what blocks take: "ipc", "tcp", "gloo", "nccl" and the way that NCCL found."""
+
+    def __init__(self, pool: BenchPool, address: bytes, transport: str) -> None:
+        """`transport` is "ipc", "tcp", "gloo" or "nccl". Raises Unavailable where the sink is not reached that way."""
         endpoint = msgspec.json.decode(address, type=KVEndpoint)
-        if path == "tcp":
+        if transport == "tcp":
             endpoint = KVEndpoint(endpoint.tcp)
-        self._agent, self._events = _start_agent(f"source-{path}", pool)
+        wanted = transport if transport in PAIRS else "zmq"
+        self._agent, self._events = _start_agent(f"source-{transport}", pool, wanted)
         self._agent.set_peers({_SINK: endpoint})
-        self._keys = [index.to_bytes(_KEY_NBYTES, "little") for index in range(pool.store.num_blocks)]
-        taken = _next(self._events, LinkUp).path
-        if taken != path:
+        self._keys = [index.to_bytes(_KEY_NBYTES, "little") for index in range(pool.num_blocks)]
+        try:
+            self.path = _path_taken(self._events, transport)
+        except Exception:
             self._agent.close()
-            raise Unavailable(f"no {path} between two processes here, only {taken}: --transports {taken}")
+            raise
 
     def send(self, transfer_id: str, num_blocks: int) -> None:
         self._agent.open(Ticket(transfer_id, _SINK, 0, num_blocks))
@@ -76,24 +80,40 @@ class AgentSender:
         self._agent.close()
 
 
-def _start_agent(worker_id: str, pool: BenchPool) -> tuple[KVAgent, "queue.SimpleQueue[KVEvent]"]:
+def _start_agent(worker_id: str, pool: BenchPool, transports: str) -> tuple[KVAgent, "queue.SimpleQueue[KVEvent]"]:
     events: queue.SimpleQueue[KVEvent] = queue.SimpleQueue()
 
     def on_event(event: KVEvent) -> None:
         if not isinstance(event, LinkMeasured):  # here it is measured from outside
             events.put(event)
 
-    agent = make_agent(WorkerConfig(), worker_id, pool.fingerprint, pool.store, torch.device("cpu"), on_event)
+    config = WorkerConfig(kv_transport=transports)
+    agent = make_agent(config, worker_id, pool.fingerprint, pool.store, pool.device, on_event)
     agent.start()
     return agent, events
 
 
+def _path_taken(events: "queue.SimpleQueue[KVEvent]", transport: str) -> str:
+    made = _any(events, "LinkUp")
+    if isinstance(made, LinkDown):
+        raise Unavailable(f"--transports {transport}: {made.reason}")
+    if not isinstance(made, LinkUp):
+        raise Internal(f"instead of LinkUp came {made}")
+    if made.path.split()[0] != transport:
+        raise Unavailable(f"no {transport} between two processes here, only {made.path}: --transports {made.path}")
+    return made.path
+
+
 def _next(events: "queue.SimpleQueue[KVEvent]", kind: type[_Event]) -> _Event:
     """The next event, which has to be of this kind: nothing else is expected to happen."""
-    try:
-        event = events.get(timeout=PATIENCE_S)
-    except queue.Empty:
-        raise Internal(f"no {kind.__name__} within {PATIENCE_S:g} s") from None
+    event = _any(events, kind.__name__)
     if not isinstance(event, kind):
         raise Internal(f"instead of {kind.__name__} came {event}")
     return event
+
+
+def _any(events: "queue.SimpleQueue[KVEvent]", awaited: str) -> KVEvent:
+    try:
+        return events.get(timeout=PATIENCE_S)
+    except queue.Empty:
+        raise Internal(f"no {awaited} within {PATIENCE_S:g} s") from None

@@ -6,10 +6,11 @@ import msgspec
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
-    """The first word: the sink's pool."""
+    """The first word: the sink's pools. `gpu` is where the second one is, such as "cuda:1"; "" for none."""
 
     num_blocks: int
     block_nbytes: int
+    gpu: str = ""
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):

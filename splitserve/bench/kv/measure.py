@@ -5,33 +5,20 @@ From what was asked for to a report. The source is this process, the sink anothe
 
 import itertools
 import math
-import mmap
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-import numpy as np
-import torch
-import zmq
-
-from kvtransfer.frames import digest
-from splitserve.bench.kv.agents import AgentSender
-from splitserve.bench.kv.pool import BenchPool
+from splitserve.bench.kv.pool import CPU, HostPool
 from splitserve.bench.kv.sink import SinkProcess, sink_process
-from splitserve.bench.kv.sockets import SocketSender
-from splitserve.bench.kv.ways import Sender
-from splitserve.bench.kv.zmq_sockets import ZmqSender
+from splitserve.bench.kv.source import MEMCPY, Memcpy, Way, gpus, open_ways, require
 from splitserve.bench.progress import Say
 from splitserve.bench.report import Report, make_report
 from splitserve.service.errors import Internal
 
 DEFAULT_BLOCK_BYTES = 16 * 23_040
 "A block of the default model: 16 tokens in bfloat16."
-PATHS = ("ipc", "tcp")
-_MEMCPY = "memcpy"
-_SOCKETS = {"ipc": "unix socket", "tcp": "tcp socket"}
 # A round of less would be over before it can be timed: small transfers are repeated, one after the other.
 _ROUND_BYTES = 16 << 20
 # More than an agent has at once would be another measurement.
@@ -41,7 +28,7 @@ _GB = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class KVBenchSettings:
-    """As the command line has them; `transports` of PATHS."""
+    """As the command line has them; `transports` of TRANSPORTS."""
 
     blocks: Sequence[int]
     block_bytes: int
@@ -52,7 +39,8 @@ class KVBenchSettings:
 @dataclass(frozen=True, kw_only=True)
 class KVRow:
     """One way and one number of blocks. GB are 10^9 bytes; rates are medians of `rounds`, each of `transfers` of so
-    many `bytes`. `of_memcpy` and `of_socket` are `gb_s` by that of the floor with the same bytes."""
+    many `bytes`. `of_memcpy` and `of_floor` are `gb_s` by that of the memcpy and of the way's own floor, with
+    the same bytes."""
 
     transport: str
     kind: str  # "transfer", the product's; "floor"; "zmq", raw ZeroMQ sockets
@@ -64,8 +52,8 @@ class KVRow:
     best_gb_s: float
     source_cpu_s_per_gb: float
     sink_cpu_s_per_gb: float | None  # None where one process does it all
-    of_memcpy: float | None
-    of_socket: float | None
+    of_memcpy: float | None  # None where blocks are not in host memory
+    of_floor: float | None
 
 
 @dataclass(frozen=True)
@@ -77,87 +65,34 @@ class Sample:
     sink_cpu: float | None
 
 
-@dataclass(frozen=True)
-class Way:
-    """`sink_end` is what the sink process calls its end, "" for none."""
-
-    name: str
-    kind: str
-    path: str
-    sink_end: str
-    sender: Sender
-
-
-class Memcpy:
-    """The floor of everything: a copy into memory that two processes could share."""
-
-    def __init__(self, pool: BenchPool) -> None:
-        self._pool = pool
-        self._target = np.frombuffer(mmap.mmap(-1, pool.data.nbytes), np.uint8)
-
-    def send(self, transfer_id: str, num_blocks: int) -> None:
-        source = np.frombuffer(self._pool.part(num_blocks), np.uint8)
-        np.copyto(self._target[: source.nbytes], source)
-
-    def digest(self, num_bytes: int) -> bytes:
-        return digest(self._target[:num_bytes].data)
-
-    def close(self) -> None:
-        """Its memory goes with it."""
-
-
 def run_kv_bench(settings: KVBenchSettings, say: Say) -> tuple[Report, list[KVRow]]:
     """Raises Internal where bytes do not arrive, or arrive changed, and InvalidRequest or Unavailable for what cannot
     be measured here."""
+    require(settings.transports)
     num_blocks = max(settings.blocks)
-    pool = BenchPool(num_blocks, settings.block_bytes)
-    say(f"three buffers of {pool.data.nbytes / (1 << 20):,.0f} MiB: the source's, the sink's and the memcpy's")
-    pool.fill()
+    device, sink_device = gpus() if "nccl" in settings.transports else (CPU, None)
+    pool = HostPool(num_blocks, settings.block_bytes)
     rows: list[KVRow] = []
-    with sink_process(num_blocks, settings.block_bytes) as sink, _ways(pool, sink, settings.transports, say) as ways:
-        course = _Course(pool, sink, ways)
+    with (
+        sink_process(num_blocks, settings.block_bytes, sink_device) as sink,
+        open_ways(sink, pool, settings.transports, say) as ways,
+    ):
+        course = _Course(sink, ways)
         for count in settings.blocks:
             say(f"{count} blocks")
             rows += course.rows(count, settings.rounds)
-    args = asdict(settings)
-    return make_report("kv", args, [asdict(row) for row in rows], device=torch.device("cpu")), rows
-
-
-@contextmanager
-def _ways(pool: BenchPool, sink: SinkProcess, paths: Sequence[str], say: Say) -> Iterator[list[Way]]:
-    """The floors first."""
-    with ExitStack() as stack:
-        ways: list[Way] = []
-
-        def add(name: str, kind: str, path: str, sink_end: str, sender: Sender) -> None:
-            stack.callback(sender.close)
-            ways.append(Way(name, kind, path, sink_end, sender))
-
-        add(_MEMCPY, "floor", "", "", Memcpy(pool))
-        agent = sink.open("agent")
-        for path in paths:
-            end = "unix" if path == "ipc" else "tcp"
-            sink.open(end)
-            add(_SOCKETS[path], "floor", path, end, SocketSender(pool, sink.unix if path == "ipc" else sink.tcp))
-            add(f"zmq {path}", "transfer", path, "agent", AgentSender(pool, agent, path))
-        if "tcp" in paths:
-            add("raw zmq tcp", "zmq", "tcp", "zmq", ZmqSender(pool, sink.open("zmq")))
-            if zmq.has("curve"):
-                add("raw zmq tcp + CURVE", "zmq", "tcp", "curve", ZmqSender(pool, sink.open("curve")))
-            else:
-                say("this ZeroMQ has no CURVE")
-        yield ways
+    return make_report("kv", asdict(settings), [asdict(row) for row in rows], device=device), rows
 
 
 class _Course:
     """Rounds on all ways in turns, so that a noisy machine disturbs all of them alike."""
 
-    def __init__(self, pool: BenchPool, sink: SinkProcess, ways: Sequence[Way]) -> None:
-        self._pool, self._sink, self._ways = pool, sink, ways
+    def __init__(self, sink: SinkProcess, ways: Sequence[Way]) -> None:
+        self._sink, self._ways = sink, ways
         self._numbers = itertools.count()
 
     def rows(self, num_blocks: int, num_rounds: int) -> list[KVRow]:
-        num_bytes = num_blocks * self._pool.block_nbytes
+        num_bytes = num_blocks * self._ways[0].pool.block_nbytes
         num_transfers = min(math.ceil(_ROUND_BYTES / num_bytes), _MAX_TRANSFERS)
         samples: dict[str, list[Sample]] = {way.name: [] for way in self._ways}
         for number in range(-1, num_rounds):  # before the first one, all touch their memory
@@ -174,11 +109,10 @@ class _Course:
     def _row(
         self, way: Way, num_blocks: int, num_transfers: int, samples: list[Sample], rates: dict[str, float]
     ) -> KVRow:
-        num_bytes = num_blocks * self._pool.block_nbytes
+        num_bytes = num_blocks * way.pool.block_nbytes
         gigabytes = num_transfers * num_bytes / _GB
         sink_cpu = [sample.sink_cpu for sample in samples if sample.sink_cpu is not None]
         rate = rates[way.name]
-        is_floor = way.kind == "floor"
         return KVRow(
             transport=way.name,
             kind=way.kind,
@@ -190,14 +124,14 @@ class _Course:
             best_gb_s=gigabytes / min(sample.wall for sample in samples),
             source_cpu_s_per_gb=statistics.median(sample.source_cpu for sample in samples) / gigabytes,
             sink_cpu_s_per_gb=statistics.median(sink_cpu) / gigabytes if sink_cpu else None,
-            of_memcpy=None if way.name == _MEMCPY else rate / rates[_MEMCPY],
-            of_socket=None if is_floor else rate / rates[_SOCKETS[way.path]],
+            of_memcpy=rate / rates[MEMCPY] if way.pool.device.type == "cpu" and way.name != MEMCPY else None,
+            of_floor=rate / rates[way.floor] if way.floor else None,
         )
 
     def _round(self, way: Way, num_blocks: int, num_transfers: int) -> Sample:
         """Bytes that were never sent before, and are the same at the other end."""
         number = next(self._numbers)
-        self._pool.stamp(number, num_blocks)
+        way.pool.stamp(number, num_blocks)
         transfer_ids = [f"{number}/{index}" for index in range(num_transfers)]
         if way.sink_end:
             self._sink.prepare(way.sink_end, transfer_ids, num_blocks)
@@ -206,10 +140,10 @@ class _Course:
             way.sender.send(transfer_id, num_blocks)
         wall, source_cpu = time.perf_counter() - began, time.process_time() - cpu_began
         if isinstance(way.sender, Memcpy):
-            arrived, sink_cpu = way.sender.digest(num_blocks * self._pool.block_nbytes), None
+            arrived, sink_cpu = way.sender.digest(num_blocks * way.pool.block_nbytes), None
         else:
             received = self._sink.received()
             arrived, sink_cpu = received.digest, received.cpu_s
-        if arrived != self._pool.digest(num_blocks):
+        if arrived != way.pool.digest(num_blocks):
             raise Internal(f"{way.name}: other bytes arrived than were sent")
         return Sample(wall, source_cpu, sink_cpu)

@@ -11,11 +11,15 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cached_property
 from typing import TypeVar
+
+import torch
 
 from splitserve.bench.kv import control
 from splitserve.bench.kv.agents import AgentReceiver
-from splitserve.bench.kv.pool import BenchPool
+from splitserve.bench.kv.pool import BenchPool, HostPool
+from splitserve.bench.kv.ranks import RankReceiver
 from splitserve.bench.kv.sockets import SocketReceiver, tcp_pair, unix_pair
 from splitserve.bench.kv.ways import PATIENCE_S, Receiver
 from splitserve.bench.kv.zmq_sockets import ZmqReceiver
@@ -24,6 +28,7 @@ from splitserve.service.logging import configure_logging
 from splitserve.worker.watchdog import end_with_parent
 
 _END_S = 10.0
+_ON_GPU = ("gpu agent", "raw nccl")
 
 _Reply = TypeVar("_Reply", bound=control.Reply)
 
@@ -63,8 +68,8 @@ class SinkProcess:
 
 
 @contextmanager
-def sink_process(num_blocks: int, block_nbytes: int) -> Iterator[SinkProcess]:
-    """Running on entry, with a pool of that size, and gone on exit."""
+def sink_process(num_blocks: int, block_nbytes: int, gpu: torch.device | None = None) -> Iterator[SinkProcess]:
+    """Running on entry, with a pool of that size in host memory and one on `gpu`, and gone on exit."""
     with ExitStack() as stack:
         ours, theirs = zip(unix_pair(), unix_pair(), tcp_pair(), strict=True)
         for end in ours:
@@ -79,7 +84,7 @@ def sink_process(num_blocks: int, block_nbytes: int) -> Iterator[SinkProcess]:
         ours[0].settimeout(PATIENCE_S)
         link = control.Control(ours[0])
         stack.callback(link.close)
-        link.send(control.Setup(num_blocks, block_nbytes))
+        link.send(control.Setup(num_blocks, block_nbytes, str(gpu or "")))
         yield SinkProcess(link, *ours[1:])
 
 
@@ -95,34 +100,54 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 # In the process
 
 
+class _Pools:
+    """That on the GPU is made when a way needs it."""
+
+    def __init__(self, setup: control.Setup) -> None:
+        self._setup = setup
+        self.host = HostPool(setup.num_blocks, setup.block_nbytes)
+
+    @cached_property
+    def gpu(self) -> BenchPool:
+        return BenchPool(self._setup.num_blocks, self._setup.block_nbytes, torch.device(self._setup.gpu))
+
+
 def _serve(link: control.Control, unix: socket.socket, tcp: socket.socket) -> None:
     setup = link.command()
     if not isinstance(setup, control.Setup):
         return
-    pool = BenchPool(setup.num_blocks, setup.block_nbytes)
+    pools = _Pools(setup)
     with ExitStack() as stack:
-        receivers: dict[str, Receiver] = {}
+        opened: dict[str, tuple[BenchPool, Receiver, bytes]] = {}
         while (command := link.command()) is not None:
             match command:
                 case control.Open(way=way):
-                    made = _receiver(way, pool, unix, tcp)
-                    stack.callback(made.close)
-                    receivers[way] = made
-                    link.send(control.Opened(made.address))
+                    if way not in opened:
+                        made = _receiver(way, pools, unix, tcp)
+                        stack.callback(made.close)
+                        opened[way] = (pools.gpu if way in _ON_GPU else pools.host, made, made.address)
+                    link.send(control.Opened(opened[way][2]))
                 case control.Receive():
-                    _receive(link, pool, receivers[command.way], command)
+                    pool, receiver, _ = opened[command.way]
+                    _receive(link, pool, receiver, command)
 
 
 def _receiver(
-    way: str, pool: BenchPool, unix: socket.socket, tcp: socket.socket
-) -> AgentReceiver | SocketReceiver | ZmqReceiver:
+    way: str, pools: _Pools, unix: socket.socket, tcp: socket.socket
+) -> AgentReceiver | SocketReceiver | ZmqReceiver | RankReceiver:
     match way:
         case "agent":
-            return AgentReceiver(pool)
+            return AgentReceiver(pools.host, "zmq,gloo")
+        case "gpu agent":
+            return AgentReceiver(pools.gpu, "nccl")
         case "unix" | "tcp":
-            return SocketReceiver(pool, unix if way == "unix" else tcp)
+            return SocketReceiver(pools.host, unix if way == "unix" else tcp)
         case "zmq" | "curve":
-            return ZmqReceiver(pool, is_encrypted=way == "curve")
+            return ZmqReceiver(pools.host, is_encrypted=way == "curve")
+        case "raw gloo":
+            return RankReceiver(pools.host, "gloo")
+        case "raw nccl":
+            return RankReceiver(pools.gpu, "nccl")
     raise Internal(f"there is no way {way}")
 
 

@@ -6,7 +6,7 @@ The bytes land where they belong; nobody checks them.
 import socket
 from collections.abc import Sequence
 
-from splitserve.bench.kv.pool import BenchPool
+from splitserve.bench.kv.pool import HostPool
 from splitserve.bench.kv.ways import PATIENCE_S
 from splitserve.service.errors import Internal
 from splitserve.service.ports import LOOPBACK
@@ -29,7 +29,7 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 
 class SocketReceiver:
-    def __init__(self, pool: BenchPool, sock: socket.socket) -> None:
+    def __init__(self, pool: HostPool, sock: socket.socket) -> None:
         sock.settimeout(PATIENCE_S)
         self._pool = pool
         self._socket = sock
@@ -58,7 +58,7 @@ class SocketReceiver:
 
 
 class SocketSender:
-    def __init__(self, pool: BenchPool, sock: socket.socket) -> None:
+    def __init__(self, pool: HostPool, sock: socket.socket) -> None:
         sock.settimeout(PATIENCE_S)
         self._pool = pool
         self._socket = sock

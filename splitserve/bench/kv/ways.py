@@ -6,6 +6,9 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+PAIRS = ("gloo", "nccl")
+"What blocks take beside ZeroMQ: two ranks of a library."
+TRANSPORTS = ("ipc", "tcp", *PAIRS)
 PATIENCE_S = 60.0
 "Whoever waits longer than this for the other process gives up."
 

@@ -10,7 +10,7 @@ import zmq
 
 from kvtransfer.messages import MAX_BLOCKS_PER_MESSAGE
 from kvtransfer.settings import KVSettings
-from splitserve.bench.kv.pool import BenchPool
+from splitserve.bench.kv.pool import HostPool
 from splitserve.bench.kv.ways import PATIENCE_S
 from splitserve.service.errors import Internal
 from splitserve.service.ports import LOOPBACK
@@ -25,7 +25,7 @@ class _Address(msgspec.Struct, frozen=True):
 
 
 class ZmqReceiver:
-    def __init__(self, pool: BenchPool, is_encrypted: bool) -> None:
+    def __init__(self, pool: HostPool, is_encrypted: bool) -> None:
         self._pool = pool
         self._context: zmq.Context[_Socket] = zmq.Context()
         self._socket = _new_socket(self._context, zmq.ROUTER)
@@ -66,7 +66,7 @@ class ZmqReceiver:
 
 
 class ZmqSender:
-    def __init__(self, pool: BenchPool, address: bytes) -> None:
+    def __init__(self, pool: HostPool, address: bytes) -> None:
         there = msgspec.json.decode(address, type=_Address)
         self._pool = pool
         self._context: zmq.Context[_Socket] = zmq.Context()
@@ -100,7 +100,7 @@ def _new_socket(context: "zmq.Context[_Socket]", kind: int) -> _Socket:
     return made
 
 
-def _message_nbytes(pool: BenchPool) -> int:
+def _message_nbytes(pool: HostPool) -> int:
     """Whole blocks, at least one."""
     count = max(1, min(KVSettings.frame_bytes // pool.block_nbytes, MAX_BLOCKS_PER_MESSAGE))
     return count * pool.block_nbytes

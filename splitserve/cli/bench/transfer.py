@@ -14,7 +14,7 @@ _QUICK_BLOCKS, _QUICK_ROUNDS = "1,4", 2
 
 def kv(
     *,
-    transports: str = "ipc,tcp",
+    transports: str | None = None,
     blocks: str | None = None,
     block_bytes: Positive | None = None,
     rounds: Positive | None = None,
@@ -25,16 +25,19 @@ def kv(
 
     Blocks go from one pool to another as they do between a prefill and a decode worker, by the same code: tickets,
     credit, a digest of each block on both sides, and the copy into the pool. In the same run, in turns, and with the
-    same bytes: a plain memcpy, plain sockets, and ZeroMQ's own sockets with and without CURVE. After every round the
-    bytes at both ends are compared.
+    same bytes: a plain memcpy, plain sockets, ZeroMQ's own sockets with and without CURVE, and two plain ranks of Gloo
+    or NCCL. After every round the bytes at both ends are compared.
 
-    Columns: rate, its share of the memcpy's and of a plain socket's, and processor seconds for each 10^9 bytes on both
-    sides. docs/benchmarks.md explains them. Measure on a machine that does nothing else.
+    Columns: rate, its share of the memcpy's and of its own floor's (a plain socket, or two plain ranks), and processor
+    seconds for each 10^9 bytes on both sides. docs/benchmarks.md explains them. Measure on a machine that does nothing
+    else.
 
     Parameters
     ----------
     transports
-        ipc: two workers on one host. tcp: the same over TCP, through loopback.
+        ipc: two workers on one host. tcp: the same over TCP, through loopback. gloo: a pair over Gloo, through
+        loopback. nccl: a pair over NCCL, between two GPUs, or on one if its NCCL can. Default: ipc,tcp,gloo as far as
+        they can be had, and nccl where there are two GPUs.
     blocks
         How many blocks a transfer has, such as 1,16. Default: 1,16,128,1024.
     block_bytes
@@ -48,21 +51,23 @@ def kv(
     """
     require_serving()
     require_writable(output)
-    from splitserve.bench.kv.measure import DEFAULT_BLOCK_BYTES, PATHS, KVBenchSettings, run_kv_bench
+    from splitserve.bench.kv.measure import DEFAULT_BLOCK_BYTES, KVBenchSettings, run_kv_bench
     from splitserve.bench.kv.sink import log_to_nowhere
+    from splitserve.bench.kv.source import default_transports
     from splitserve.bench.kv.tables import kv_table
+    from splitserve.bench.kv.ways import TRANSPORTS
     from splitserve.bench.tables import machine_line
 
-    paths = list(dict.fromkeys(transports.split(",")))
-    if unknown := set(paths) - set(PATHS):
+    names = list(dict.fromkeys(transports.split(","))) if transports is not None else default_transports()
+    if unknown := set(names) - set(TRANSPORTS):
         raise InvalidRequest(
-            f"--transports {', '.join(sorted(unknown))}: there are {', '.join(PATHS)}", field="transports"
+            f"--transports {', '.join(sorted(unknown))}: there are {', '.join(TRANSPORTS)}", field="transports"
         )
     settings = KVBenchSettings(
         blocks=_counts(blocks or (_QUICK_BLOCKS if quick else _BLOCKS)),
         block_bytes=block_bytes or DEFAULT_BLOCK_BYTES,
         rounds=rounds or (_QUICK_ROUNDS if quick else _ROUNDS),
-        transports=paths,
+        transports=names,
     )
     signal.signal(signal.SIGTERM, interrupt)  # a sink must not be left behind
     log_to_nowhere("bench-kv")
