@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
+from splitserve.bench.gpu_pairs import PairRow
 from splitserve.bench.parts import PARTS
 from splitserve.bench.router import RouterRow
 from splitserve.bench.steps import EngineRow
@@ -36,8 +37,8 @@ def _parts(rows: Sequence[EngineRow]) -> Table:
     return table
 
 
-def gpu_tables(tokens: Sequence[TokensRow], steps: Sequence[EngineRow]) -> list[Table]:
-    """Prompts and whether their outputs are transformers', then the steps."""
+def gpu_tables(tokens: Sequence[TokensRow], pairs: Sequence[PairRow], steps: Sequence[EngineRow]) -> list[Table | str]:
+    """Prompts and whether their outputs are transformers', then blocks between two ranks, then the steps."""
     table = new_table("greedy tokens of the cluster and of transformers, float32")
     for heading in ("case", "output tokens", "ties", "equal", "first difference", "margin"):
         new_column(table, heading)
@@ -54,7 +55,20 @@ def gpu_tables(tokens: Sequence[TokensRow], steps: Sequence[EngineRow]) -> list[
         times = (f"{step.step_ms.min:.2f}", f"{step.step_ms.median:.2f}")
         rates = (f"{step.tokens_per_s:.0f}", f"{step.gflop_s / 1e3:.3g}")
         speed.add_row(step.case, *times, *rates, f"{step.floor_ms.min:.2f}", f"{step.ratio:.2f}")
-    return [table, speed]
+    return [table, *_pairs(pairs), speed]
+
+
+def _pairs(rows: Sequence[PairRow]) -> list[Table | str]:
+    """What was answered, then in a line each what was not."""
+    table = new_table("blocks by two ranks")
+    for heading in ("case", "path", "MiB", "GB/s", "equal"):
+        new_column(table, heading)
+    for row in rows:
+        size = "" if row.bytes is None else f"{row.bytes / (1 << 20):.1f}"
+        rate = "" if row.gb_s is None else f"{row.gb_s:.2f}"
+        equal = "" if row.is_equal is None else "yes" if row.is_equal else "NO"
+        table.add_row(row.case, row.path or "refused", size, rate, equal)
+    return [table, *(f"{row.case}: {row.refusal}" for row in rows if row.refusal)]
 
 
 def router_table(rows: Sequence[RouterRow]) -> Table:

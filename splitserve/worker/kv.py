@@ -16,6 +16,7 @@ from kvtransfer.faults import FaultyCarrier
 from kvtransfer.fingerprint import Fingerprint
 from kvtransfer.pairs.carrier import PairCarrier, PairSettings
 from kvtransfer.pairs.communicator import why_not
+from kvtransfer.pairs.nccl import prepare_environment
 from kvtransfer.settings import MIB, KVSettings
 from kvtransfer.store import BlockStore
 from kvtransfer.zeromq import ZeroMQCarrier, ZeroMQSettings
@@ -80,6 +81,8 @@ def make_agent(
             ipc_parent=Path(config.kv_socket_dir) if config.kv_socket_dir else None,
         )
     )
+    if "nccl" in names and why_not("nccl", device) is None:
+        prepare_environment()  # now, as long as few threads may read it
     num_pairs = sum(name != ZMQ for name in names)
     settings = KVSettings(
         frame_bytes=PAIR_FRAME_BYTES if num_pairs else KVSettings.frame_bytes,

@@ -91,17 +91,18 @@ def gpu(
     quick: bool = False,
     output: Path | None = None,
 ) -> int:
-    """Try a GPU: does a cluster on it give the right tokens, and how fast is the engine? Takes a few minutes.
+    """Try a GPU: does a cluster on it give the right tokens, how fast is the engine, does NCCL work? Takes minutes.
 
     Starts a router, a prefill and a decode worker, as `splitserve up` does, and compares their greedy tokens with
-    transformers' own, in float32 on the same device: exit status 1 if any differs that is not a tie. Then measures
-    decode steps of 1, 8 and 32 sequences and a prefill in this process, in the model's dtype. docs/benchmarks.md
-    explains the columns.
+    transformers' own, in float32 on the same device: exit status 1 if any differs that is not a tie. Then sends KV
+    blocks over NCCL, between two GPUs or between two processes on one, and if that can be, has a cluster do the same,
+    whose tokens have to be those of the first. Then measures decode steps of 1, 8 and 32 sequences and a prefill in
+    this process, in the model's dtype. docs/benchmarks.md explains the columns.
 
     Parameters
     ----------
     device
-        cuda, cuda:N, or cpu for a dry run.
+        cuda, cuda:N, or cpu for a dry run, with Gloo in the place of NCCL.
     model
         random: one of 0.7 billion parameters, made on the spot; or a Hugging Face repo id, directory, or GGUF file.
     quick
@@ -118,8 +119,8 @@ def gpu(
     settings = GpuSettings(device=device, model=model, is_quick=quick)
     result = run_gpu_bench(settings, MESSAGES.print)
     RESULTS.print(tables.machine_line(result.report.machine), soft_wrap=True)
-    for table in tables.gpu_tables(result.tokens, result.steps):
-        RESULTS.print(table)
+    for shown in tables.gpu_tables(result.tokens, result.pairs, result.steps):
+        RESULTS.print(shown, soft_wrap=isinstance(shown, str))
     RESULTS.print(f"all of it took {result.seconds:.0f} s")
     save(result.report, output)
     tell(output)
