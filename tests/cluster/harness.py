@@ -38,7 +38,7 @@ def wait_for(what: str, condition: Callable[[], Any], patience_s: float = PATIEN
     return value
 
 
-@dataclass
+@dataclass(eq=False)
 class Process:
     """One role's process. `events` are its log lines (JSON), in order."""
 

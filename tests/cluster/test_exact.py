@@ -42,27 +42,27 @@ def outputs(
         return list(pool.map(run, prompts, priorities or [0] * len(prompts)))
 
 
-def test_text_differs_from_one_process(pair: Cluster, tiny: Tiny) -> None:
+def test_text_differs_from_one_process(either_pair: Cluster, tiny: Tiny) -> None:
     prompts = [prompt_of(length) for length in LENGTHS]
     for prompt in prompts:
-        assert outputs(pair, [prompt], 10) == [greedy(tiny("llama"), prompt, 10)]
+        assert outputs(either_pair, [prompt], 10) == [greedy(tiny("llama"), prompt, 10)]
 
 
-def test_prompt_without_a_whole_block_never_ends(pair: Cluster, tiny: Tiny) -> None:
+def test_prompt_without_a_whole_block_never_ends(either_pair: Cluster, tiny: Tiny) -> None:
     """C46: 1, B-1, B and B+1 tokens, twenty of each, all answered with the right text."""
     for length in (1, B - 1, B, B + 1):
         prompts = [prompt_of(length, seed) for seed in range(20)]
-        assert outputs(pair, prompts, 3) == [greedy(tiny("llama"), prompt, 3) for prompt in prompts]
+        assert outputs(either_pair, prompts, 3) == [greedy(tiny("llama"), prompt, 3) for prompt in prompts]
 
 
-def test_decode_recomputes_instead_of_receiving(pair: Cluster) -> None:
+def test_decode_recomputes_instead_of_receiving(either_pair: Cluster) -> None:
     """The bytes that crossed are the prompts' blocks, no more and no fewer."""
-    pair.wait_drained()
-    sent, received = pair.kv_bytes()
-    outputs(pair, [prompt_of(length, seed=100) for length in LENGTHS], 4)  # nothing of these is cached
-    pair.wait_drained()
+    either_pair.wait_drained()
+    sent, received = either_pair.kv_bytes()
+    outputs(either_pair, [prompt_of(length, seed=100) for length in LENGTHS], 4)  # nothing of these is cached
+    either_pair.wait_drained()
     expected = sum(-(-length // B) for length in LENGTHS) * BLOCK_NBYTES
-    now_sent, now_received = pair.kv_bytes()
+    now_sent, now_received = either_pair.kv_bytes()
     assert (now_sent - sent, now_received - received) == (expected, expected)
 
 

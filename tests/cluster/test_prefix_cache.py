@@ -32,7 +32,7 @@ def lookups(cluster: Cluster) -> list[tuple[float, float]]:
     return found
 
 
-def test_cached_tokens_are_computed_sent_or_told_wrong(pair: Cluster, tiny: Tiny) -> None:
+def test_cached_tokens_are_computed_sent_or_told_wrong(either_pair: Cluster, tiny: Tiny) -> None:
     """The same prompt twice, then a longer one that begins like it, then one that is cached to its end."""
     text = prompt_of(8 * B, 77)
     for length, cached, num_sent in (
@@ -41,31 +41,31 @@ def test_cached_tokens_are_computed_sent_or_told_wrong(pair: Cluster, tiny: Tiny
         (6 * B + 5, 4 * B, 3),
         (6 * B, 6 * B - 1, 0),
     ):
-        pair.wait_drained()
-        sent, before = pair.kv_bytes()[0], lookups(pair)
-        answer = ask(pair, text[:length])
+        either_pair.wait_drained()
+        sent, before = either_pair.kv_bytes()[0], lookups(either_pair)
+        answer = ask(either_pair, text[:length])
         assert list(answer.token_ids) == greedy(tiny("llama"), text[:length], 4)
         assert (answer.prompt_tokens, answer.cached_tokens) == (length, cached)
-        pair.wait_drained()
-        assert pair.kv_bytes()[0] - sent == num_sent * BLOCK_NBYTES
-        changes = [(now[0] - was[0], now[1] - was[1]) for now, was in zip(lookups(pair), before, strict=True)]
+        either_pair.wait_drained()
+        assert either_pair.kv_bytes()[0] - sent == num_sent * BLOCK_NBYTES
+        changes = [(now[0] - was[0], now[1] - was[1]) for now, was in zip(lookups(either_pair), before, strict=True)]
         on_decode = (-(-length // B) - num_sent) * B
         assert sorted(changes) == sorted([(length, cached), (length, on_decode)])
-    pool = pair.state()["pool"]
+    pool = either_pair.state()["pool"]
     assert pool["cached"] > 0
     assert pool["free"] + pool["cached"] == pool["total"]
 
 
-def test_prompt_that_is_all_cached_never_ends(pair: Cluster, tiny: Tiny) -> None:
+def test_prompt_that_is_all_cached_never_ends(either_pair: Cluster, tiny: Tiny) -> None:
     """C46: nothing to compute but one token and nothing to send; twenty at once."""
     prompt = prompt_of(4 * B, 78)
     expected = greedy(tiny("llama"), prompt, 3)
-    ask(pair, prompt)
-    pair.wait_drained()
-    sent = pair.kv_bytes()[0]
+    ask(either_pair, prompt)
+    either_pair.wait_drained()
+    sent = either_pair.kv_bytes()[0]
     with ThreadPoolExecutor(20) as pool:
-        answers = list(pool.map(lambda _: ask(pair, prompt, 3), range(20)))
+        answers = list(pool.map(lambda _: ask(either_pair, prompt, 3), range(20)))
     assert [list(answer.token_ids) for answer in answers] == [expected] * 20
     assert {answer.cached_tokens for answer in answers} == {4 * B - 1}
-    pair.wait_drained()
-    assert pair.kv_bytes()[0] == sent
+    either_pair.wait_drained()
+    assert either_pair.kv_bytes()[0] == sent

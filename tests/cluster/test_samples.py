@@ -19,7 +19,7 @@ Tiny = Callable[[str], Path]
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 
-def test_sample_set_differs_from_one_process(pair: Cluster, tiny: Tiny) -> None:
+def test_sample_set_differs_from_one_process(either_pair: Cluster, tiny: Tiny) -> None:
     """C65: three choices with their indices, each as if it were alone, ending when it likes."""
     prompt, params = (
         prompt_of(70),
@@ -29,26 +29,26 @@ def test_sample_set_differs_from_one_process(pair: Cluster, tiny: Tiny) -> None:
     assert len({len(text) for text in expected}) > 1
     options = {"n": 3, "max_tokens": 40, "temperature": 1.0, "seed": 3, "logit_bias": {EOS_TOKEN_ID: 3.0}}
     for _ in range(2):
-        answer = pair.client.generate(prompt, **options)
+        answer = either_pair.client.generate(prompt, **options)
         assert [list(sample.token_ids) for sample in answer.samples] == expected
     assert answer.completion_tokens == sum(map(len, expected))
     assert answer.prompt_tokens == len(prompt)
-    pair.wait_drained()
+    either_pair.wait_drained()
 
 
-def test_samples_are_sent_or_billed_once_each(pair: Cluster, tiny: Tiny) -> None:
+def test_samples_are_sent_or_billed_once_each(either_pair: Cluster, tiny: Tiny) -> None:
     """One transfer carries the prompt for all samples, and the metrics count its tokens once."""
     costs = []
     for number, n in enumerate((1, 5)):
         prompt = prompt_of(90, 100 + number)
         names = ("splitserve_prompt_tokens_total", "splitserve_generation_tokens_total")
-        before = (pair.kv_bytes(), [pair.metric(name) for name in names])
-        answer = pair.client.generate(prompt, n=n, max_tokens=6, logprobs=0, prompt_logprobs=0, **GREEDY)
+        before = (either_pair.kv_bytes(), [either_pair.metric(name) for name in names])
+        answer = either_pair.client.generate(prompt, n=n, max_tokens=6, logprobs=0, prompt_logprobs=0, **GREEDY)
         assert [list(sample.token_ids) for sample in answer.samples] == [greedy(tiny("llama"), prompt, 6)] * n
         assert [len(sample.logprobs) for sample in answer.samples] == [6] * n
         assert len(answer.prompt_logprobs) == 90
-        pair.wait_drained()
-        after = (pair.kv_bytes(), [pair.metric(name) for name in names])
+        either_pair.wait_drained()
+        after = (either_pair.kv_bytes(), [either_pair.metric(name) for name in names])
         assert [later - earlier for later, earlier in zip(after[1], before[1], strict=True)] == [90, 6 * n]
         costs.append([later - earlier for later, earlier in zip(after[0], before[0], strict=True)])
     assert costs[0] == costs[1]
