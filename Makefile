@@ -25,8 +25,8 @@ test: $(STAMP)
 test-e2e: $(STAMP)
 	$(BIN)/python -m pytest -m e2e
 
-# The whole fault matrix cell by cell, then any cell again and again; FAULT_ROUNDS and FAULT_SEED say how often and from
-# where.
+# The whole fault matrix cell by cell, then any cell again and again, over ZeroMQ and over Gloo; FAULT_ROUNDS and
+# FAULT_SEED say how often and from where.
 test-faults: $(STAMP)
 	$(BIN)/python -m pytest -m "matrix or faults"
 

@@ -5,7 +5,7 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,11 +107,14 @@ class Cell:
         return f"{self.stage}-{self.target}-{self.fault}"
 
 
-def marked(cells: Sequence[Any], is_in_make_test: Callable[[Any], bool]) -> list[Any]:
-    """As parameters of a test: `make test` has some, `make test-faults` all."""
-    return [
-        pytest.param(cell, id=str(cell), marks=[] if is_in_make_test(cell) else pytest.mark.faults) for cell in cells
-    ]
+def marked(cells: Sequence[Any], is_in_make_test: Callable[[Any], bool], over_both: Collection[Any] = ()) -> list[Any]:
+    """As parameters of a test: `make test` has some, and some of these over both transports; `make test-faults` all."""
+
+    def marks(cell: Any) -> list[pytest.MarkDecorator]:
+        rare = [] if is_in_make_test(cell) else [pytest.mark.faults]
+        return [*rare, pytest.mark.both_transports] if cell in over_both else rare
+
+    return [pytest.param(cell, id=str(cell), marks=marks(cell)) for cell in cells]
 
 
 def run_cell(bench: FaultBench, cell: Cell, prompt: list[int], options: dict[str, Any]) -> None:

@@ -145,17 +145,19 @@ class FaultBench:
         prefill_blocks: int = 2048,
         decode_blocks: int = 96,
         is_patient: bool = False,
+        transport: str = "zmq",
         **flags: Any,
     ) -> None:
         """With 96 blocks two long prompts do not fit into one decode worker.
 
-        A patient one gives nothing up because it takes long: what ends in it was told to end. `flags` as those of a
-        cluster.
+        A patient one gives nothing up because it takes long: what ends in it was told to end. `transport` is the only
+        one that blocks may take; `flags` as those of a cluster.
         """
         router_flags, worker_flags = ROUTER_FLAGS, _WORKER_FLAGS
         if is_patient:
             router_flags = router_flags | dict.fromkeys(_ROUTER_PATIENCE, _FOR_EVER)
             worker_flags = worker_flags | dict.fromkeys(_WORKER_PATIENCE, _FOR_EVER)
+        self.transport = transport
         self._num_ready = min(2, prefill), min(2, decode)
         # A prompt that leaves a decode worker less room than any victim needs.
         self.filling_tokens = (decode_blocks - 33) * 16 - 8
@@ -171,6 +173,7 @@ class FaultBench:
             decode_flags={"kv_cache_memory": decode_blocks * BLOCK_NBYTES},
             proxy=self.proxy,
             plans=plans,
+            kv_transport=transport,
             **(worker_flags | flags),
         )
 

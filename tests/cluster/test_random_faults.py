@@ -17,6 +17,7 @@ import pytest
 
 from tests.cluster.harness import Cluster, Process
 from tests.cluster.matrix.damages import DAMAGES
+from tests.cluster.moved import TRANSPORTS
 from tests.cluster.test_exact import prompt_of
 from tests.reference import greedy
 
@@ -62,8 +63,10 @@ def _freeze(process: Process, pids: list[int]) -> None:
 FAULTS: list[Callable[[Process], None]] = [kill, kill_engine, freeze_front, freeze_both, freeze_engine]
 
 
-@pytest.fixture(scope="module")
-def cluster(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def cluster(
+    request: pytest.FixtureRequest, tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
     """Two prefill and three decode workers with a tiny Gemma 2. More comes to harm here than a request has attempts
     for otherwise."""
     made = Cluster(
@@ -74,6 +77,7 @@ def cluster(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactor
         plans=tmp_path_factory.mktemp("plans"),
         max_num_batched_tokens=48,
         transfer_timeout="1s",
+        kv_transport=request.param,
         kv_peer_timeout="1.5s",
     )
     yield made

@@ -1,4 +1,4 @@
-"""Three workers of each role on which something goes wrong, one test after the other."""
+"""Three workers of each role on which something goes wrong, one test after the other, over each transport."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -6,10 +6,25 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.fault_bench import FaultBench
+from tests.cluster.moved import TRANSPORTS, assert_moved_by
 
 
-@pytest.fixture(scope="package")
-def bench(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultBench]:
-    made = FaultBench(tiny("llama"), tmp_path_factory.mktemp("plans"))
+@pytest.fixture(scope="package", params=TRANSPORTS)
+def bench(
+    request: pytest.FixtureRequest, tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[FaultBench]:
+    made = FaultBench(tiny("llama"), tmp_path_factory.mktemp("plans"), transport=request.param)
     yield made
-    made.close()
+    try:
+        assert_moved_by(made.cluster, request.param)
+    finally:
+        made.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`make test` has over Gloo what is marked `both_transports`, and `make test-faults` all."""
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        is_over_gloo = callspec is not None and callspec.params.get("bench") == "gloo"
+        if is_over_gloo and item.get_closest_marker("both_transports") is None:
+            item.add_marker(pytest.mark.faults)

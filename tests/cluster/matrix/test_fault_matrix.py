@@ -1,6 +1,7 @@
 """Every stage of a request, and in each of them every way to lose a worker, its stream or a message: the text is exact.
 
-Beside the request that is disturbed runs another one, on other workers, which notices nothing.
+Beside the request that is disturbed runs another one, on other workers, which notices nothing. All of it over ZeroMQ,
+and again over Gloo, where `make test` has a part.
 """
 
 import os
@@ -10,7 +11,7 @@ import pytest
 
 from tests.cluster.cells import PROMPT_TOKENS, Cell, marked, run_cell
 from tests.cluster.fault_bench import OPTIONS, FaultBench
-from tests.cluster.matrix.damages import DAMAGES, Damage, run_damage
+from tests.cluster.matrix.damages import DAMAGES, Damage, Message, run_damage
 from tests.cluster.stages import STAGES
 from tests.cluster.test_exact import prompt_of
 
@@ -42,15 +43,26 @@ MORE_CELLS = [
     for target in ("decode", "prefill")
 ]
 IN_MAKE_TEST = {Cell("transferring", "prefill", "engine"), Cell("decoding", "decode", "front")}
+OVER_BOTH = {
+    Cell("transferring", "decode", "kill"),
+    Cell("transferring", "prefill", "kill"),
+    Cell("transferring", "link", "cut"),
+    Cell("finishing", "link", "cut"),
+    Cell("decoding", "decode", "kill"),
+    Damage("drop", Message("Blocks", nth=3)),
+    Damage("corrupt", Message("Blocks")),
+    Damage("duplicate", Message("Blocks")),
+    Damage("drop", Message("Finish")),
+}
 
 
-@pytest.mark.parametrize("cell", marked([*CELLS, *MORE_CELLS], lambda cell: cell in {*CELLS, *IN_MAKE_TEST}))
+@pytest.mark.parametrize("cell", marked([*CELLS, *MORE_CELLS], {*CELLS, *IN_MAKE_TEST}.__contains__, OVER_BOTH))
 def test_fault_in_a_stage_reaches_the_client(cell: Cell, bench: FaultBench) -> None:
     number = [*CELLS, *MORE_CELLS].index(cell)
     run_cell(bench, cell, prompt_of(PROMPT_TOKENS, seed=number), OPTIONS[number % len(OPTIONS)])
 
 
-@pytest.mark.parametrize("damage", marked(DAMAGES, lambda damage: damage.is_in_make_test))
+@pytest.mark.parametrize("damage", marked(DAMAGES, lambda damage: damage.is_in_make_test, OVER_BOTH))
 def test_damaged_message_reaches_the_client(damage: Damage, bench: FaultBench) -> None:
     """C31, C32: what is lost, late, doubled or damaged on the way of the blocks, or of what is said of them."""
     number = DAMAGES.index(damage)
