@@ -13,7 +13,7 @@ from torch import nn
 
 from splitserve.engine.packing import PackedBatch, fill_up
 from splitserve.engine.pool import KVPool
-from splitserve.engine.transformers_api import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
+from splitserve.engine.transformers_api import ALL_ATTENTION_FUNCTIONS
 
 INTERFACE_NAME = "splitserve_paged"
 
@@ -76,13 +76,12 @@ class ForwardContext:
 
 
 def register_paged_attention() -> None:
-    """Makes `attn_implementation="splitserve_paged"` known to transformers; doing it again changes nothing."""
+    """Makes `attn_implementation="splitserve_paged"` known to transformers; doing it again changes nothing.
+
+    It gets no function that makes masks, so transformers makes none and does not look for packed sequences, which it
+    would find by a tensor's values: causality and windows follow from positions in the pool.
+    """
     ALL_ATTENTION_FUNCTIONS.register(INTERFACE_NAME, paged_attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(INTERFACE_NAME, _no_mask)
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Causality and windows follow from positions in the pool; a mask tensor would be T x T for nothing."""
 
 
 def paged_attention(
@@ -103,6 +102,8 @@ def paged_attention(
         raise ValueError("the model does not pass our keyword arguments on to its attention")
     if kwargs.get("s_aux") is not None:
         raise ValueError("the model uses attention sinks")
+    if getattr(module, "is_causal", True) is False:
+        raise ValueError("the model attends to later tokens; only causal attention is served")
     layer = module.layer_idx
     if not isinstance(layer, int):
         raise ValueError("the model's attention does not know its layer")

@@ -3,11 +3,13 @@
 Called by the loader; keeps no state. Nothing is fetched, and code or pickles run only as `Trust` says.
 """
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 
@@ -29,10 +31,27 @@ def read_config(directory: Path, trust: Trust) -> Any:
     """transformers' config. UnsupportedModel where there is none that it can read, or one of a model not served."""
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trust.remote_code, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise UnsupportedModel(f"no usable model config in {directory}: {error}") from error
     support.require_supported(config)
     return config
+
+
+def empty_model(config: Any, trust: Trust) -> Any:
+    """The model in bfloat16 on torch's device without memory: modules and shapes. UnsupportedModel where transformers
+    cannot make one of the config."""
+    try:
+        with torch.device("meta"), no_init_weights(), without_compiler():
+            model = AutoModelForCausalLM.from_config(
+                copy.deepcopy(config),  # what is then set in the model's is not for others
+                dtype=torch.bfloat16,
+                attn_implementation=INTERFACE_NAME,
+                trust_remote_code=trust.remote_code,
+            )
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise UnsupportedModel(f"transformers makes no {config.model_type} of this config: {error}") from error
+    model.tie_weights()
+    return model.eval()
 
 
 def random_copy(config: Any, trust: Trust, *, vocab_size: int, window: int) -> Any:
@@ -69,7 +88,7 @@ def load_weights(directory: Path, config: Any, dtype: str, device: str, trust: T
                 local_files_only=True,
                 output_loading_info=True,
             )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (ImportError, OSError, ValueError, RuntimeError) as error:
         raise UnsupportedModel(f"cannot load weights from {directory}: {error}") from error
     absent = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if absent:

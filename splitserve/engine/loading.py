@@ -14,6 +14,7 @@ from splitserve.engine import selftest, support
 from splitserve.engine.attention import AttentionBackend, register_paged_attention
 from splitserve.engine.backends import Backends, choose_backends
 from splitserve.engine.checkpoint import have_same_tensors, load_by_name, load_weights, random_copy, read_config
+from splitserve.engine.dry_run import require_paged
 from splitserve.engine.layout import KVLayout
 from splitserve.engine.linear import LinearBackend
 from splitserve.engine.pool import DTYPES, KVPool
@@ -162,6 +163,7 @@ def _load_model(
 
 
 def _require_servable(maker: _RunnerMaker, config: Any, trust: Trust) -> None:
+    require_paged(config, maker.layout, maker.num_heads, trust)
     copy = random_copy(config, trust, vocab_size=selftest.COPY_VOCAB_SIZE, window=selftest.WINDOW).to(maker.device)
     maker.backends.prepare(copy, _COPY_DTYPE)
     layout = replace(maker.layout, num_layers=copy.config.num_hidden_layers, dtype=_COPY_DTYPE)

@@ -14,6 +14,7 @@ from torch import nn
 
 from splitserve.engine.layout import KVLayout
 from splitserve.engine.pool import DTYPES
+from splitserve.engine.transformers_api import Conv1D
 
 _EXPERTS = ".experts."
 
@@ -107,9 +108,9 @@ def read_shape(model: Any, layout: KVLayout, num_heads: int) -> ModelShape:
     """Of transformers' model as it comes, with weights or on the meta device; `layout` is that of the engine's pool."""
     head = model.get_output_embeddings()
     linears = tuple(
-        LinearShape(name, module.out_features, module.in_features, module.bias is not None, module is head)
+        LinearShape(name, *_features(module), module.bias is not None, module is head)
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and _EXPERTS not in name
+        if isinstance(module, nn.Linear | Conv1D) and _EXPERTS not in name
     )
     return ModelShape(
         linears=linears,
@@ -122,13 +123,23 @@ def read_shape(model: Any, layout: KVLayout, num_heads: int) -> ModelShape:
     )
 
 
+def _features(layer: Any) -> tuple[int, int]:
+    """Outputs and inputs; GPT-2's layers have their weights the other way round."""
+    return (layer.nf, layer.nx) if isinstance(layer, Conv1D) else (layer.out_features, layer.in_features)
+
+
 def count_expert_weights(model: Any) -> tuple[int, int]:
     """Of a mixture of experts: the weights of all of them, and of those that one token chooses. Else none."""
     config = model.config
     in_experts = sum(parameter.numel() for name, parameter in model.named_parameters() if _EXPERTS in name)
-    chosen = getattr(config, "num_experts_per_tok", None)
-    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    chosen = _first(config, "num_experts_per_tok", "moe_topk")
+    experts = _first(config, "num_local_experts", "num_experts", "moe_num_experts")
     return in_experts, in_experts * chosen // experts if chosen and experts else in_experts
+
+
+def _first(config: Any, *names: str) -> Any:
+    """What families of models call by different names."""
+    return next((value for name in names if (value := getattr(config, name, None))), None)
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:

@@ -36,6 +36,8 @@ def require_supported(config: Any) -> None:
         raise UnsupportedModel(
             f"{name} has layers of type {', '.join(others)}; only full and sliding attention are served"
         )
+    if getattr(config, "kv_lora_rank", None):
+        raise UnsupportedModel(f"{name} compresses K and V of all heads into one (MLA), which is not in KV blocks")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModel(f"transformers has no causal language model for {name}")
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -49,14 +51,28 @@ def require_supported(config: Any) -> None:
 
 def attention_shape(config: Any) -> tuple[int, int, int]:
     """(query heads, KV heads, head size) of every layer. UnsupportedModel when the config does not say."""
-    num_heads = getattr(config, "num_attention_heads", None)
+    try:
+        num_heads = getattr(config, "num_attention_heads", None)
+        num_kv_heads = getattr(config, "num_key_value_heads", None)
+        head_dim = getattr(config, "head_dim", None)
+    except RuntimeError as error:  # transformers' way to say that a number is not the same in all layers
+        raise UnsupportedModel(f"the layers of {config.model_type} differ in their attention heads") from error
     if not isinstance(num_heads, int) or num_heads < 1:
         raise UnsupportedModel(f"the config of {config.model_type} names no number of attention heads")
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    num_kv_heads, head_dim = num_kv_heads or num_heads, head_dim or config.hidden_size // num_heads
     if num_heads % num_kv_heads:
         raise UnsupportedModel(f"{num_heads} query heads do not share {num_kv_heads} KV heads evenly")
     return num_heads, num_kv_heads, head_dim
+
+
+def quantization(config: Any) -> str:
+    """By which method the weights are quantized, "" where they are not. Whether the engine can compute with them is up
+    to transformers and what is installed beside it, which their loading finds out."""
+    settings = getattr(config, "quantization_config", None)
+    if not settings:
+        return ""
+    settings = settings if isinstance(settings, dict) else settings.to_dict()
+    return str(settings.get("quant_method", "unknown"))
 
 
 def max_positions(config: Any) -> int:
@@ -84,7 +100,9 @@ def two_layer_copy(config: Any, *, vocab_size: int, window: int) -> Any:
             setattr(small, name, [value[index] for index in kept])
     small.num_hidden_layers = len(kept)
     small.vocab_size = vocab_size
-    small.pad_token_id = small.bos_token_id = small.eos_token_id = None
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        if getattr(config, name, None) is not None:  # some configs insist on having one
+            setattr(small, name, 0)
     if getattr(config, "sliding_window", None) is not None:
         small.sliding_window = window
     for name in _MLP_WIDTHS:

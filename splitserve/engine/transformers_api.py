@@ -88,16 +88,16 @@ _answer_that_torch_cannot_distribute()
 with without_compiler():
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.pytorch_utils import Conv1D
     from transformers.utils import logging as transformers_logging
 
 __all__ = [
     "ALL_ATTENTION_FUNCTIONS",
-    "ALL_MASK_ATTENTION_FUNCTIONS",
     "MODEL_FOR_CAUSAL_LM_MAPPING",
     "AutoConfig",
     "AutoModelForCausalLM",
+    "Conv1D",
     "no_init_weights",
     "transformers_logging",
     "without_compiler",

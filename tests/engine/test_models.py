@@ -87,12 +87,21 @@ def test_unservable_family_is_served(family: str, reason: str, tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("model_type", "reason"),
-    [("t5", "encoder"), ("llava", "several models"), ("llama4", "several models"), ("bert", "attention|causal")],
+    [
+        ("t5", "encoder"),
+        ("llava", "several models"),
+        ("llama4", "several models"),
+        ("bert", "later tokens"),
+        ("deepseek_v3", "MLA"),
+        ("gemma4_text", "differ in their attention heads"),
+        ("mimo_v2_flash", "keys and values of one size"),
+        ("gpt_oss", "sinks"),
+    ],
 )
 def test_other_architecture_is_served(model_type: str, reason: str, tmp_path: Path) -> None:
     AutoConfig.for_model(model_type).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match=reason):
-        load(tmp_path)
+        load(tmp_path, kv_cache_bytes=64 << 20)
 
 
 def test_unknown_architecture_is_served(tmp_path: Path) -> None:
@@ -115,6 +124,13 @@ def test_missing_weights_become_random(tmp_path: Path) -> None:
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UnsupportedModel, match="up_proj"):
         load(tmp_path)
+
+
+def test_quantized_weights_crash_the_loader(tmp_path: Path) -> None:
+    """They need packages of their own."""
+    quantization = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    with pytest.raises(UnsupportedModel, match="weights"):
+        load(build("llama", tmp_path, quantization_config=quantization))
 
 
 class _Altered:
