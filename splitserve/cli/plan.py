@@ -1,9 +1,7 @@
 """`splitserve plan`: how large a cluster for a model has to be."""
 
 import json as json_module
-import math
 import sys
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -15,9 +13,7 @@ from splitserve.cli.up import require_serving
 from splitserve.service.config import Positive
 
 if TYPE_CHECKING:
-    from splitserve.plan.gpus import Gpu
-    from splitserve.plan.model_size import ModelSize
-    from splitserve.plan.sizing import Plan, Workload
+    from splitserve.plan.report import PlanReport
 
 PositiveMs = Annotated[float, Parameter(validator=Number(gt=0))]
 
@@ -38,8 +34,10 @@ def plan(
 ) -> int:
     """Say what one worker of a model carries, and how many of each role, from its config alone; no weights are fetched.
 
-    Prefill is bound by matmuls, a decode step by reading weights and KV cache. What comes out is arithmetic over the
-    GPU's data sheet, good for a first choice; `splitserve bench serve` measures what a cluster really carries.
+    What comes out is arithmetic over the GPU's data sheet, good for a first choice: prefill is bound by matmuls, a
+    decode step by reading weights and KV cache, and both reach the shares that are shown. `splitserve bench serve`
+    measures what a cluster really carries. A model that the engine refuses by its config gets no plan; of the others
+    the self-test at a worker's start has the last word.
 
     Parameters
     ----------
@@ -70,61 +68,38 @@ def plan(
     from splitserve.models.locate import locate_model
     from splitserve.plan.gpus import find_gpu
     from splitserve.plan.model_size import model_size
-    from splitserve.plan.sizing import Workload, make_plan, workers_for
+    from splitserve.plan.report import PlanReport
+    from splitserve.plan.sizing import Workload
 
     chosen = find_gpu(gpu)
     located = locate_model(model, revision=revision, loads_weights=False)
-    size = model_size(located.directory, block_size)
-    workload = Workload(
-        prompt_tokens=prompt_tokens, output_tokens=output_tokens, ttft_s=ttft_ms / 1e3, itl_s=itl_ms / 1e3
+    report = PlanReport(
+        model=located.name,
+        size=model_size(located.directory, block_size),
+        gpu=chosen,
+        workload=Workload(
+            prompt_tokens=prompt_tokens, output_tokens=output_tokens, ttft_s=ttft_ms / 1e3, itl_s=itl_ms / 1e3
+        ),
+        memory_share=memory_share,
+        requests_per_s=requests_per_s,
     )
-    made = make_plan(size, chosen, workload, memory_share)
     if json:
-        workers = None if requests_per_s is None else workers_for(made, requests_per_s)
-        parts = {"gpu": asdict(chosen), "size": asdict(size), "workload": asdict(workload), "plan": asdict(made)}
-        sys.stdout.write(json_module.dumps({"model": located.name, "workers": workers, **parts}, indent=2) + "\n")
-        return 0
-    console = Console(markup=False, highlight=False)
-    console.print(f"{located.name} on {chosen.name}, bfloat16")
-    console.print(_table(size, chosen, workload, made, requests_per_s))
+        sys.stdout.write(json_module.dumps(report.as_json(), indent=2) + "\n")
+    else:
+        _print(report)
     return 0
 
 
-def _table(size: "ModelSize", gpu: "Gpu", workload: "Workload", made: "Plan", requests_per_s: float | None) -> Table:
-    from splitserve.plan.sizing import BANDWIDTH_SHARE, MATMUL_SHARE, workers_for
-
+def _print(report: "PlanReport") -> None:
     table = Table(box=None, pad_edge=False, show_header=False)
-    prefill, decode = made.ratio if requests_per_s is None else workers_for(made, requests_per_s)
-    kv_gib = made.num_blocks * size.kv_block_nbytes / 2**30
-    limits = {"memory": "more do not fit", "itl": "with more a step takes longer than the goal"}
-    rows = [
-        ("parameters", f"{_count(size.num_parameters)}, {_count(size.num_matmul)} in a token's matmuls"),
-        ("weights", f"{size.weight_nbytes / 1e9:.2f} GB of {gpu.memory / 1e9:.0f} GB"),
-        ("KV cache", f"{size.kv_token_nbytes:,} bytes a token, {size.kv_block_nbytes:,} a block of {size.block_size}"),
-        ("blocks", f"{made.num_blocks:,} of one worker: {made.num_cached_tokens:,} tokens"),
-        ("request", f"{workload.prompt_tokens} tokens in, {workload.output_tokens} out"),
-        ("prefill worker", f"{1e3 * made.prompt_s:.0f} ms a prompt, {_rate(made.requests_per_prefill)} requests/s"),
-        ("", f"busy {100 * made.prefill_busy:.0f} %, first token after {1e3 * made.ttft_s:.0f} ms on average"),
-        ("decode worker", f"{made.num_seqs:,} sequences at once ({limits[made.limit]})"),
-        ("", f"{1e3 * made.step_s:.1f} ms a step, {made.decode_tokens_per_s:,.0f} tokens/s"),
-        ("", f"{_rate(made.requests_per_decode)} requests/s"),
-        ("", f"with --max-num-seqs {made.num_seqs} --kv-cache-memory {math.floor(kv_gib)}GiB"),
-        ("prefill : decode", f"{prefill} : {decode}"),
-        (
-            "such a cluster",
-            f"{_rate(min(prefill * made.requests_per_prefill, decode * made.requests_per_decode))} requests/s on "
-            f"{prefill + decode} GPUs",
-        ),
-        ("assumed", f"{100 * MATMUL_SHARE:.0f} % of the matmul rate, {100 * BANDWIDTH_SHARE:.0f} % of the bandwidth"),
-    ]
-    for name, text in rows:
-        table.add_row(name, text)
-    return table
-
-
-def _count(number: int) -> str:
-    return f"{number / 1e9:.2f} billion" if number >= 1e9 else f"{number / 1e6:.1f} million"
-
-
-def _rate(per_s: float) -> str:
-    return f"{per_s:.3g}"
+    for row in report.rows():
+        table.add_row(*row)
+    console = Console(markup=False, highlight=False)
+    console.print(f"{report.model} on {report.gpu.name}, bfloat16")
+    console.print(table)
+    console.print()
+    for role, flags in report.flags.items():  # whole lines, to be copied
+        console.print(f"{role} workers: {' '.join(flags)}", soft_wrap=True)
+    for caveat in report.caveats:
+        console.print()
+        console.print(caveat)

@@ -1,7 +1,8 @@
 """From a model's size, a GPU and a workload to a cluster: what one worker of each role does, and how many of each.
 
-A roofline: prefill is bound by matmuls, a decode step by reading weights and KV cache. Neither reaches the data sheet's
-figures; the two shares assumed here are what good engines reach. Pure functions.
+A roofline: a prompt is bound by matmuls, or by reading weights where its steps have few tokens for each; a decode step
+by reading weights and KV cache. Neither reaches the data sheet's figures; the two shares assumed here are what good
+engines reach. Pure functions.
 """
 
 import itertools
@@ -9,13 +10,17 @@ import math
 from dataclasses import dataclass
 
 from splitserve.plan.gpus import Gpu
-from splitserve.plan.model_size import WEIGHT_NBYTES, ModelSize
+from splitserve.plan.model_size import ModelSize
 from splitserve.service.errors import InvalidRequest
+from splitserve.worker.config import WorkerConfig
 
 MATMUL_SHARE = 0.5
 BANDWIDTH_SHARE = 0.7
 # A prefill worker that is busy all the time has a queue that never ends.
 MAX_BUSY = 0.8
+# Prompts are computed in steps of so many tokens, unless told otherwise.
+PREFILL_STEP_TOKENS = WorkerConfig().max_num_batched_tokens
+MIB = 1 << 20
 _MOST_WORKERS = 16
 
 
@@ -31,9 +36,10 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Of one worker on one GPU, unless said otherwise. `num_seqs` run at once on a decode worker, `limit` says what
-    allows no more of them."""
+    """Of one worker on one GPU, unless said otherwise. `pool_nbytes` are whole MiB, which a flag can say; `num_seqs`
+    run at once on a decode worker, `limit` says what allows no more of them."""
 
+    pool_nbytes: int
     num_blocks: int
     num_cached_tokens: int
     num_seqs: int
@@ -51,14 +57,16 @@ class Plan:
 
 def make_plan(size: ModelSize, gpu: Gpu, workload: Workload, memory_share: float) -> Plan:
     """Raises InvalidRequest where the model does not fit, or a goal is out of reach even of an idle worker."""
-    num_blocks = _num_blocks(size, gpu, memory_share)
+    pool_nbytes = _pool_nbytes(size, gpu, memory_share)
+    num_blocks = pool_nbytes // size.layout.block_nbytes
     length = workload.prompt_tokens + workload.output_tokens
     if length > size.max_model_len:
         raise InvalidRequest(f"{length} tokens a request, and the context has {size.max_model_len}")
-    blocks_per_seq = -(-length // size.block_size)
+    blocks_per_seq = size.layout.blocks_for(length)
     if num_blocks < blocks_per_seq:
         raise InvalidRequest(
-            f"{gpu.name} has room for {num_blocks} blocks beside the weights, a request needs {blocks_per_seq}"
+            f"{gpu.name} has room for {num_blocks} blocks beside {size.weight_nbytes / 1e9:.2f} GB of weights, and a "
+            f"request needs {blocks_per_seq}"
         )
     prompt_s = prefill_s(size, gpu, workload.prompt_tokens)
     if prompt_s >= workload.ttft_s:
@@ -67,15 +75,16 @@ def make_plan(size: ModelSize, gpu: Gpu, workload: Workload, memory_share: float
             f"within {1e3 * workload.ttft_s:.0f} ms",
             field="ttft_ms",
         )
-    context = workload.prompt_tokens + workload.output_tokens / 2
+    context = workload.prompt_tokens + (workload.output_tokens + 1) // 2
     num_seqs, limit = _num_seqs(size, gpu, context, workload.itl_s, num_blocks // blocks_per_seq)
     step = step_s(size, gpu, num_seqs, context)
     busy = _busy(prompt_s, workload.ttft_s)
     requests_per_prefill = busy / prompt_s
     requests_per_decode = num_seqs / (step * workload.output_tokens)
     return Plan(
+        pool_nbytes=pool_nbytes,
         num_blocks=num_blocks,
-        num_cached_tokens=num_blocks * size.block_size,
+        num_cached_tokens=num_blocks * size.layout.block_size,
         num_seqs=num_seqs,
         limit=limit,
         step_s=step,
@@ -95,36 +104,38 @@ def workers_for(plan: Plan, requests_per_s: float) -> tuple[int, int]:
     return math.ceil(requests_per_s / plan.requests_per_prefill), math.ceil(requests_per_s / plan.requests_per_decode)
 
 
+def worker_flags(plan: Plan, block_size: int) -> dict[str, list[str]]:
+    """By role, what makes a worker the one that the plan speaks of."""
+    pool = ["--kv-cache-memory", f"{plan.pool_nbytes // MIB}MiB", "--block-size", str(block_size)]
+    return {"prefill": pool, "decode": ["--max-num-seqs", str(plan.num_seqs), *pool]}
+
+
 def prefill_s(size: ModelSize, gpu: Gpu, num_tokens: int) -> float:
-    """Two operations for each parameter in a matmul and token, of the head for the last token alone; attention's two
-    matmuls over all pairs of a token and one that it sees."""
-    pairs = num_tokens * (num_tokens + 1) / 2
-    attention = 4 * size.num_layers * size.attention_width * pairs
-    linear = 2 * (size.num_matmul - size.num_head) * num_tokens + 2 * size.num_head
-    return (linear + attention) / (gpu.flops * MATMUL_SHARE)
+    """Whichever takes longer: computing, of the head for the last token alone, or reading the weights in each step."""
+    compute_s = size.shape.flops([(num_tokens, num_tokens)], 1) / (gpu.flops * MATMUL_SHARE)
+    num_steps = math.ceil(num_tokens / PREFILL_STEP_TOKENS)
+    read_s = num_steps * size.read_nbytes(min(num_tokens, PREFILL_STEP_TOKENS)) / (gpu.bandwidth * BANDWIDTH_SHARE)
+    return max(compute_s, read_s)
 
 
-def step_s(size: ModelSize, gpu: Gpu, num_seqs: int, context: float) -> float:
-    """Whichever takes longer: reading weights and KV cache, or computing. Several sequences choose all experts among
-    them."""
-    weights = WEIGHT_NBYTES * (size.num_read if num_seqs > 1 else size.num_matmul)
-    read_s = (weights + num_seqs * context * size.kv_token_nbytes) / (gpu.bandwidth * BANDWIDTH_SHARE)
-    attention = 4 * size.num_layers * size.attention_width * context
-    compute_s = num_seqs * (2 * size.num_matmul + attention) / (gpu.flops * MATMUL_SHARE)
-    return max(read_s, compute_s)
+def step_s(size: ModelSize, gpu: Gpu, num_seqs: int, context: int) -> float:
+    """Whichever takes longer: reading weights and KV cache, or computing."""
+    read = size.read_nbytes(num_seqs) + num_seqs * size.shape.kv_nbytes(context)
+    compute_s = num_seqs * size.shape.flops([(1, context)], 1) / (gpu.flops * MATMUL_SHARE)
+    return max(read / (gpu.bandwidth * BANDWIDTH_SHARE), compute_s)
 
 
-def _num_blocks(size: ModelSize, gpu: Gpu, memory_share: float) -> int:
+def _pool_nbytes(size: ModelSize, gpu: Gpu, memory_share: float) -> int:
     room = gpu.memory * memory_share - size.weight_nbytes
-    if room < size.kv_block_nbytes:
+    if room < size.layout.block_nbytes:
         raise InvalidRequest(
             f"the weights take {size.weight_nbytes / 1e9:.1f} GB, {gpu.name} has {gpu.memory * memory_share / 1e9:.1f} "
             f"GB to use: the model does not fit on one, and cannot be split over several"
         )
-    return int(room // size.kv_block_nbytes)
+    return int(room // MIB) * MIB
 
 
-def _num_seqs(size: ModelSize, gpu: Gpu, context: float, itl_s: float, most: int) -> tuple[int, str]:
+def _num_seqs(size: ModelSize, gpu: Gpu, context: int, itl_s: float, most: int) -> tuple[int, str]:
     """As many as memory holds and the goal allows: a step takes longer with each."""
     if step_s(size, gpu, 1, context) > itl_s:
         alone_ms = 1e3 * step_s(size, gpu, 1, context)

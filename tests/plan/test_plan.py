@@ -1,4 +1,4 @@
-"""`splitserve plan`: sizes of models whose sizes are known, and arithmetic whose outcome is."""
+"""`splitserve plan`: arithmetic whose outcome is known, and what is made of it."""
 
 import json
 import math
@@ -6,17 +6,21 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from splitserve.models.locate import locate_model
+from splitserve.engine.cpu_attention import choose_attention
+from splitserve.engine.layout import KVLayout
+from splitserve.engine.shape import LinearShape, ModelShape
+from splitserve.engine.torch_attention import TorchAttention
 from splitserve.plan.gpus import GPUS, Gpu, find_gpu
-from splitserve.plan.model_size import ModelSize, model_size
+from splitserve.plan.model_size import ModelSize
+from splitserve.plan.report import PlanReport
 from splitserve.plan.sizing import (
     BANDWIDTH_SHARE,
     MATMUL_SHARE,
     MAX_BUSY,
+    MIB,
     Workload,
     make_plan,
     prefill_s,
@@ -24,73 +28,24 @@ from splitserve.plan.sizing import (
     workers_for,
 )
 from splitserve.service.errors import InvalidRequest
+from tests.plan.architectures import LLAMA, written
 
-# Llama 3 8B, as its config has it; it is published with 8,030,261,248 parameters.
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": False,
-}
-# Mixtral 8x7B: 46.7 billion, of which a token uses 12.9.
-MIXTRAL = LLAMA | {
-    "architectures": ["MixtralForCausalLM"],
-    "model_type": "mixtral",
-    "vocab_size": 32000,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-}
 GPU = Gpu("test", memory=10e9, bandwidth=1e12 / BANDWIDTH_SHARE, flops=1e14 / MATMUL_SHARE)
 SIZE = ModelSize(
     num_parameters=1_200_000_000,
-    num_matmul=1_000_000_000,
-    num_head=200_000_000,
-    num_read=1_000_000_000,
-    num_layers=10,
-    attention_width=1000,
-    kv_token_nbytes=100_000,
-    kv_block_nbytes=1_600_000,
-    block_size=16,
+    num_other_experts=0,
+    shape=ModelShape(
+        linears=(LinearShape("body", 1000, 800_000, False, False), LinearShape("head", 1000, 200_000, False, True)),
+        weight_nbytes=2,
+        windows=(None,) * 10,
+        num_heads=10,
+        head_dim=100,
+        layer_token_nbytes=10_000,
+    ),
+    layout=KVLayout(num_layers=10, num_kv_heads=25, head_dim=100, block_size=16, dtype="bfloat16"),
     max_model_len=8192,
 )
 LOAD = Workload(prompt_tokens=1000, output_tokens=200, ttft_s=1.0, itl_s=0.05)
-
-
-def written(config: dict[str, Any], directory: Path) -> Path:
-    (directory / "config.json").write_text(json.dumps(config))
-    return directory
-
-
-def test_size_of_a_known_model_is_another(tmp_path: Path) -> None:
-    default = model_size(locate_model(None, loads_weights=False).directory, 16)
-    assert (default.num_parameters, default.num_matmul, default.num_read) == (134_515_008,) * 3
-    assert (default.weight_nbytes, default.kv_token_nbytes) == (269_030_016, 23_040)
-    llama = model_size(written(LLAMA, tmp_path), 32)
-    assert llama.num_parameters == 8_030_261_248
-    assert llama.num_matmul == llama.num_read == 8_030_261_248 - 128256 * 4096, "an embedding is only looked up"
-    assert (default.num_head, llama.num_head) == (49_152 * 576, 128256 * 4096)
-    assert (llama.kv_token_nbytes, llama.kv_block_nbytes) == (131_072, 32 * 131_072)
-    assert (llama.attention_width, llama.num_layers, llama.max_model_len) == (4096, 32, 8192)
-
-
-def test_experts_that_are_not_chosen_count_as_work(tmp_path: Path) -> None:
-    size = model_size(written(MIXTRAL, tmp_path), 16)
-    assert size.num_parameters == pytest.approx(46.7e9, rel=0.002)
-    assert size.num_matmul == pytest.approx(12.9e9 - 32000 * 4096, rel=0.01)
-    assert size.num_read == size.num_parameters - 32000 * 4096
-
-
-def test_model_that_is_not_served_gets_a_plan(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="encoder"):
-        model_size(written({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, tmp_path), 16)
-    with pytest.raises(InvalidRequest, match=r"no usable model config"):
-        model_size(tmp_path / "nowhere", 16)
 
 
 def test_time_of_a_prompt_or_a_step_is_not_that_of_its_bytes_and_operations() -> None:
@@ -100,19 +55,35 @@ def test_time_of_a_prompt_or_a_step_is_not_that_of_its_bytes_and_operations() ->
     assert step_s(SIZE, GPU, 10, 1000) == pytest.approx(3e9 / 1e12)
     # Without KV to speak of, 1000 sequences are bound by matmuls.
     assert step_s(SIZE, GPU, 1000, 1) == pytest.approx(1000 * (2e9 + 40_000) / 1e14)
-    experts = replace(SIZE, num_matmul=250_000_000)
-    assert step_s(experts, GPU, 1, 1) == pytest.approx((0.5e9 + 100_000) / 1e12)
-    assert step_s(experts, GPU, 2, 1) == pytest.approx((2e9 + 200_000) / 1e12), "many sequences meet all experts"
+
+
+def test_experts_cost_what_all_or_none_of_them_do() -> None:
+    experts = replace(SIZE, num_other_experts=9_000_000_000)
+    assert step_s(experts, GPU, 1, 1) == pytest.approx((2e9 + 100_000) / 1e12)
+    assert step_s(experts, GPU, 2, 1) == pytest.approx((20e9 + 200_000) / 1e12), "many sequences meet all experts"
+    # A thousand tokens are two steps, and each reads all experts: that takes longer than computing with the chosen.
+    assert prefill_s(experts, GPU, 1000) == pytest.approx(2 * 20e9 / 1e12)
+    assert prefill_s(experts, GPU, 1) == pytest.approx(2e9 / 1e12)
+
+
+def test_layers_with_a_window_cost_as_much_as_those_without() -> None:
+    """Nine of ten look back 100 tokens."""
+    windows = replace(SIZE, shape=replace(SIZE.shape, windows=(100,) * 9 + (None,)))
+    pairs = 9 * (100 * 101 // 2 + 900 * 100) + 500_500
+    assert prefill_s(windows, GPU, 1000) == pytest.approx((1.6e12 + 4e8 + 4000 * pairs) / 1e14)
+    assert step_s(windows, GPU, 10, 1000) == pytest.approx((2e9 + 10 * (9 * 100 + 1000) * 10_000) / 1e12)
+    assert make_plan(windows, GPU, LOAD, 0.9).num_blocks == make_plan(SIZE, GPU, LOAD, 0.9).num_blocks, "all are kept"
 
 
 def test_plan_of_a_known_case_comes_out_otherwise() -> None:
     plan = make_plan(SIZE, GPU, LOAD, 0.9)
-    assert plan.num_blocks == 6_600_000_000 // 1_600_000 == 4125
-    assert plan.num_cached_tokens == 66_000
-    assert (plan.num_seqs, plan.limit) == (55, "memory")
-    assert plan.step_s == pytest.approx((2e9 + 55 * 1100 * 1e5) / 1e12)
-    assert plan.decode_tokens_per_s == pytest.approx(55 / plan.step_s)
-    assert plan.requests_per_decode == pytest.approx(55 / (200 * plan.step_s))
+    assert plan.pool_nbytes == 6_600_000_000 // MIB * MIB
+    assert plan.num_blocks == plan.pool_nbytes // 1_600_000 == 4124
+    assert plan.num_cached_tokens == 65_984
+    assert (plan.num_seqs, plan.limit) == (54, "memory")
+    assert plan.step_s == pytest.approx((2e9 + 54 * 1100 * 1e5) / 1e12)
+    assert plan.decode_tokens_per_s == pytest.approx(54 / plan.step_s)
+    assert plan.requests_per_decode == pytest.approx(54 / (200 * plan.step_s))
     assert plan.prefill_busy == MAX_BUSY
     assert plan.requests_per_prefill == pytest.approx(0.8 / plan.prompt_s)
     assert plan.ttft_s == pytest.approx(plan.prompt_s * (1 + 0.8 / 0.4))
@@ -140,7 +111,7 @@ def test_goal_for_first_tokens_leaves_no_time_to_wait() -> None:
     ("size", "load", "told"),
     [
         (replace(SIZE, num_parameters=10_000_000_000), LOAD, "does not fit on one"),
-        (replace(SIZE, kv_block_nbytes=1_000_000_000), LOAD, "room for 6 blocks.*needs 75"),
+        (replace(SIZE, layout=replace(SIZE.layout, num_kv_heads=15_625)), LOAD, "room for 6 blocks.*needs 75"),
         (SIZE, replace(LOAD, prompt_tokens=8000), "8200 tokens.*8192"),
         (SIZE, replace(LOAD, ttft_s=0.01), "no first token"),
         (SIZE, replace(LOAD, itl_s=0.001), "no token comes every"),
@@ -177,6 +148,17 @@ def test_gpu_is_found_by_another_name() -> None:
         find_gpu("H99")
 
 
+def test_gpus_are_not_what_the_caveat_says_of_them() -> None:
+    """Once there is another attention for GPUs, the report and docs/deploy.md have to say so."""
+    report = PlanReport(model="a model", size=SIZE, gpu=GPU, workload=LOAD, memory_share=0.75)
+    assumed, attention = report.caveats
+    assert isinstance(choose_attention("cuda", "bfloat16", None, print), TorchAttention)
+    assert "plain torch operators" in attention
+    assert "50 % of the data sheet" in assumed
+    assert "75 % of the memory" in assumed
+    assert "hand-offs of 100 MB" in assumed
+
+
 def test_command_prints_something_else(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "splitserve", "plan", str(written(LLAMA, tmp_path)), "--gpu", "h200"]
     command += ["--requests-per-s", "1000"]
@@ -185,8 +167,11 @@ def test_command_prints_something_else(tmp_path: Path) -> None:
     assert "8.03 billion" in shown.stdout
     assert "131,072 bytes a token" in shown.stdout
     body = json.loads(subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=120).stdout)
-    assert body["plan"]["num_blocks"] == (141e9 * 0.9 - 2 * 8_030_261_248) // (16 * 131_072)
+    assert body["plan"]["pool_nbytes"] == (141e9 * 0.9 - 2 * 8_030_261_248) // MIB * MIB
     prefill, decode = body["workers"]
     assert f"{prefill} : {decode}" in shown.stdout
-    assert f"--max-num-seqs {body['plan']['num_seqs']} " in shown.stdout
+    lines = shown.stdout.splitlines()
+    for role, flags in body["flags"].items():
+        assert f"{role} workers: {' '.join(flags)}" in lines, "a flag that is wrapped cannot be copied"
+    assert " ".join(shown.stdout.split()).endswith(" ".join(body["caveats"]))
     assert body["plan"].keys() >= {"num_seqs", "ratio", "ttft_s"}
