@@ -112,7 +112,7 @@ LOADS = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(sizes(), st.sampled_from(sorted(GPUS)), LOADS, st.floats(0.05, 1.0))
 def test_flags_are_refused_or_hold_less_than_promised(
     size: ModelSize, gpu: str, load: Workload, memory_share: float

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from splitserve.cli.plan import plan as plan_command
 from splitserve.engine.cpu_attention import choose_attention
 from splitserve.engine.layout import KVLayout
 from splitserve.engine.shape import LinearShape, ModelShape
@@ -159,19 +160,20 @@ def test_gpus_are_not_what_the_caveat_says_of_them() -> None:
     assert "hand-offs of 100 MB" in assumed
 
 
-def test_command_prints_something_else(tmp_path: Path) -> None:
-    command = [sys.executable, "-P", "-m", "splitserve", "plan", str(written(LLAMA, tmp_path)), "--gpu", "h200"]
-    command += ["--requests-per-s", "1000"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert shown.returncode == 0, shown.stderr
-    assert "8.03 billion" in shown.stdout
-    assert "131,072 bytes a token" in shown.stdout
-    body = json.loads(subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=120).stdout)
+def test_command_prints_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = str(written(LLAMA, tmp_path))
+    assert plan_command(directory, gpu="h200", requests_per_s=1000) == 0
+    shown = capsys.readouterr().out
+    assert "8.03 billion" in shown
+    assert "131,072 bytes a token" in shown
+    command = [sys.executable, "-P", "-m", "splitserve", "plan", directory, "--gpu", "h200", "--requests-per-s", "1000"]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    body = json.loads(done.stdout)
     assert body["plan"]["pool_nbytes"] == (141e9 * 0.9 - 2 * 8_030_261_248) // MIB * MIB
     prefill, decode = body["workers"]
-    assert f"{prefill} : {decode}" in shown.stdout
-    lines = shown.stdout.splitlines()
+    assert f"{prefill} : {decode}" in shown
     for role, flags in body["flags"].items():
-        assert f"{role} workers: {' '.join(flags)}" in lines, "a flag that is wrapped cannot be copied"
-    assert " ".join(shown.stdout.split()).endswith(" ".join(body["caveats"]))
+        assert f"{role} workers: {' '.join(flags)}" in shown.splitlines(), "a flag that is wrapped cannot be copied"
+    assert " ".join(shown.split()).endswith(" ".join(body["caveats"]))
     assert body["plan"].keys() >= {"num_seqs", "ratio", "ttft_s"}
