@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvtransfer.pairs.carrier import PairSettings
+from kvtransfer.settings import KVSettings
 from splitserve.service.errors import InvalidRequest, Unavailable
+from splitserve.worker import kv
 from splitserve.worker.config import WorkerConfig
 from splitserve.worker.kv import advertised_host, make_agent
 from tests.kvtransfer.worlds import FINGERPRINT, ByteStore
@@ -97,3 +100,16 @@ def test_worker_starts_without_a_transport_and_is_never_reached() -> None:
     with pytest.raises(InvalidRequest, match="--kv-transport nccl: the pool is on cpu, not on a GPU"):
         made("nccl")
     made("nccl,gloo")
+
+
+@pytest.mark.parametrize(("kv_transport", "frame_bytes"), [("zmq", 1 << 20), ("gloo", 4 << 20), ("zmq,gloo", 4 << 20)])
+def test_pair_moves_small_messages(monkeypatch: pytest.MonkeyPatch, kv_transport: str, frame_bytes: int) -> None:
+    """A message costs it two threads more; and what a sink may have unread has to hold one more of them."""
+    made: list[KVSettings] = []
+    pairs: list[PairSettings] = []
+    monkeypatch.setattr(kv, "KVAgent", lambda settings, **_: made.append(settings))
+    monkeypatch.setattr(kv, "PairCarrier", lambda inner, settings: pairs.append(settings))
+    config = WorkerConfig(kv_transport=kv_transport)
+    make_agent(config, "d0", FINGERPRINT, ByteStore(4), torch.device("cpu"), lambda _: None)
+    assert [settings.frame_bytes for settings in made] == [frame_bytes]
+    assert pairs[0].max_pending_bytes == made[0].window_bytes + frame_bytes

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kvtransfer.pairs.nccl import prepare_environment
 from splitserve.bench.kv.pool import BenchPool
 from splitserve.bench.kv.ways import PATIENCE_S
 from splitserve.service.errors import Internal, Unavailable
@@ -95,18 +96,24 @@ class _Rank:
         self.receive([self._word])
 
     def _move(self, operation: Callable[..., Any], rows: Sequence[torch.Tensor]) -> None:
-        group = self._formed.result()
-        is_on_gpu = self._device.type == "cuda"
+        move = self._move_at_once if self._device.type == "cuda" else self._move_each
         try:
-            if is_on_gpu:
-                group._start_coalescing()
-            works = [operation([row], self._other, _TAG) for row in rows]
-            for work in [group._end_coalescing()] if is_on_gpu else works:
-                work.wait()
-            if is_on_gpu:
-                torch.cuda.synchronize(self._device)
+            move(operation, rows)
         except RuntimeError as error:
             raise Internal(f"{self._library}: {' '.join(str(error).split())}") from error
+
+    def _move_each(self, operation: Callable[..., Any], rows: Sequence[torch.Tensor]) -> None:
+        for work in [operation([row], self._other, _TAG) for row in rows]:
+            work.wait()
+
+    def _move_at_once(self, operation: Callable[..., Any], rows: Sequence[torch.Tensor]) -> None:
+        """In one launch. In the environment of a pair torch's own wait would look only every millisecond."""
+        group = self._formed.result()
+        group._start_coalescing()
+        for row in rows:
+            operation([row], self._other, _TAG)
+        group._end_coalescing()
+        torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
         if self._formed.done() and self._formed.exception() is None:
@@ -122,6 +129,7 @@ def _form_gloo(store: Any, rank: int, device: torch.device) -> Any:
 
 
 def _form_nccl(store: Any, rank: int, device: torch.device) -> Any:
+    prepare_environment()  # of the pairs that follow in this process
     options = _distributed.ProcessGroupNCCL.Options()
     options._timeout = _PATIENCE
     group = _distributed.ProcessGroupNCCL(store, rank, 2, options)
