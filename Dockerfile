@@ -49,7 +49,7 @@ RUN useradd --uid 10001 --user-group --create-home --shell /usr/sbin/nologin spl
     && install --directory --owner splitserve --group splitserve /var/cache/splitserve \
     && install --directory --owner splitserve --group splitserve --mode 0700 \
         /run/splitserve /run/splitserve/kv /run/splitserve/gpus /run/splitserve/secret
-COPY deploy/healthcheck.py /opt/
+COPY deploy/healthcheck.py deploy/run_role.py /opt/
 ENV PYTHONUNBUFFERED=1 \
     GRPC_VERBOSITY=ERROR \
     PIP_NO_CACHE_DIR=1 \

@@ -14,6 +14,8 @@ from splitserve.service.metrics import CONTENT_TYPE, StepMetrics, WorkerMetrics,
 from splitserve.worker import reports
 from splitserve.worker.clock import Signs
 
+_ALONE = "no router has been joined"
+
 
 class WorkerHttp:
     """`routers` names the routers that this worker has joined and `signs` are its engine's signs of life.
@@ -59,7 +61,7 @@ class WorkerHttp:
 
     async def _ready_page(self, _: Request) -> Response:
         routers = list(self._routers())
-        status = "ready" if routers else "no router has been joined"
+        status = "ready" if routers else _ALONE
         # The loop that takes the engine's work and computes it shows a sign at every turn, several times a second when
         # there is none, and in a step at every layer.
         standstill_s = self._signs().standstill_s
@@ -67,7 +69,9 @@ class WorkerHttp:
             status = f"the engine has stood still for {standstill_s:.1f} s"
         if self._is_draining():
             status = "draining"
-        return JSONResponse({"status": status, "routers": routers}, 200 if status == "ready" else 503)
+        # It is not this worker that anything is wrong with.
+        headers = {"retry-after": "1"} if status == _ALONE else None
+        return JSONResponse({"status": status, "routers": routers}, 200 if status == "ready" else 503, headers)
 
     async def _metrics_page(self, _: Request) -> Response:
         return Response(render(self._registry), headers={"content-type": CONTENT_TYPE})

@@ -99,6 +99,7 @@ IMPOSSIBLE = [
     ("decode=0", "nothing would be served without a decode worker"),
     ("prefill=0 decode=2", "--without-prefill local"),
     ("decode=x", "'decode=x' is not a role and a number"),
+    ("decode=9999", "decode=9999: 64 workers of a role are the most on one host"),
     ("decode=2 decode=3", "decode is given twice"),
     ("router=2", "'router=2' is not a role and a number"),
     ("", "say what to scale"),

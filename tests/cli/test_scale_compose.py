@@ -170,7 +170,6 @@ def test_workers_with_other_settings_joined(engine: FakeDocker) -> None:
     [
         (("running", "starting", 0), DeadlineExceeded, "not in time: splitserve-decode-2 is running, starting"),
         (("restarting", None, 1), DeadlineExceeded, "splitserve-decode-2 is restarting, status 1"),
-        (("restarting", None, 78), InvalidRequest, "splitserve-decode-2 cannot start: no GPU is left"),
     ],
 )
 def test_worker_that_never_is_ready_counted_as_done(
@@ -181,6 +180,25 @@ def test_worker_that_never_is_ready_counted_as_done(
         scale(engine, decode=2, timeout_s=0.05)
     # Who does not wait for it is not told.
     scale(engine, decode=2, is_waited_for=False)
+
+
+@pytest.mark.parametrize("fate", [("running", "unhealthy", 0), ("restarting", None, 78), ("restarting", None, 75)])
+def test_worker_that_cannot_start_was_left_behind(engine: FakeDocker, fate: tuple[str, str | None, int]) -> None:
+    """What the command made goes with it, unless it is ready; what was there before stays, whatever its state."""
+    engine.add("decode", 2, fate=("running", "unhealthy", 0))
+    run = engine.run
+
+    def run_and_fail(command: Sequence[str], timeout_s: float) -> None:
+        run(command, timeout_s)
+        for container in engine.present:
+            if container.name == "splitserve-decode-4":
+                container.fate = fate
+
+    engine.run = run_and_fail  # type: ignore[method-assign]
+    engine.made_like = {"fate": ("running", "starting", 0)}
+    with pytest.raises(Unavailable, match="splitserve-decode-4 cannot start: no GPU is left"):
+        scale(engine, decode=4)
+    assert engine.names("decode") == ["splitserve-decode-1", "splitserve-decode-2"]
 
 
 def test_another_project_was_scaled(engine: FakeDocker, tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_dead_router_stayed_dead(start: Callable[..., Up]) -> None:
 
 
 def test_hopeless_worker_was_started_for_ever(start: Callable[..., Up]) -> None:
-    up = start(env={"FAKE_PREFILL": "config"})
+    up = start(env={"FAKE_PREFILL": "config", "FAKE_ROUTER": "patient"})
     assert up.end() == 1
     assert len(up.starts("prefill")) == 1
     assert "splitserve: prefill-0 cannot start: block size 7 does not divide 16" in up.lines

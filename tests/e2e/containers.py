@@ -1,17 +1,18 @@
 """One container of a project: which worker is in it, what a test does to it, and whether it was started anew."""
 
 import json
+import time
 from dataclasses import dataclass
 from typing import Any
 
 from tests.e2e.project import Project
 
-# Sends a signal to a container's main process, which is the one child of init, or to the engine, the child of that one.
+# Sends a signal to a container's router or worker, the grandchild of init, or to the engine, the child of that one.
 _SIGNAL = """
 import os, pathlib, signal, sys
 def child_of(parent):
     return int(pathlib.Path(f"/proc/{parent}/task/{parent}/children").read_text().split()[0])
-main = child_of(1)
+main = child_of(child_of(1))
 os.kill(main if sys.argv[1] == "main" else child_of(main), signal.Signals[sys.argv[2]])
 """
 
@@ -39,8 +40,20 @@ class Container:
         return found["State"]["StartedAt"], found["RestartCount"]
 
     @property
+    def address(self) -> str:
+        """In the network of the cluster."""
+        return str(self._inspect()["NetworkSettings"]["Networks"][self._cluster]["IPAddress"])
+
+    @property
     def health(self) -> str:
         return str(self._inspect()["State"]["Health"]["Status"])
+
+    def healths(self, since: float) -> list[str]:
+        """What its health became, in order, since that time."""
+        span = ("--since", f"{since:.3f}", "--until", f"{time.time():.3f}")
+        filters = ("--filter", f"container={self.id}", "--filter", "event=health_status")
+        lines = self.project.docker("events", *span, *filters, "--format", "{{.Action}}").splitlines()
+        return [line.removeprefix("health_status: ") for line in lines]
 
     @property
     def exit_status(self) -> int:

@@ -1,12 +1,13 @@
 """A compose project under test: its own name, its own ports, its own volumes, and nothing of it left afterwards."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 IMAGE = "splitserve:e2e"
 OBSERVABILITY = ("compose.observability.yaml", "tests/e2e/prometheus.override.yaml")
 """The files that bring Prometheus besides."""
+DEFAULTS: Mapping[str, str] = {}
 PATIENCE_S = 120.0
 COMMAND_TIMEOUT_S = 900.0
 # The wheel of torch that pip has on this machine without asking an index, if it has one, spares the build a download.
@@ -42,19 +44,24 @@ class Project:
     prometheus: Path
     name: str = field(default_factory=lambda: f"splitserve-e2e-{uuid.uuid4().hex[:8]}")
 
-    def compose(self, *args: str, also: tuple[str, ...] = (), check: bool = True) -> str:
-        """Runs `docker compose`, with these files `also`, and returns what it wrote to stdout; a failure shows both
-        streams."""
+    def compose(
+        self, *args: str, also: tuple[str, ...] = (), check: bool = True, settings: Mapping[str, str] = DEFAULTS
+    ) -> str:
+        """Runs `docker compose`, with these files `also` and these variables, and returns what it wrote to stdout; a
+        failure shows both streams."""
         files = ("compose.cpu.yaml", "tests/e2e/compose.override.yaml", *also)
         named = [word for file in files for word in ("--file", file)]
-        return self.docker("compose", "--ansi", "never", "--project-name", self.name, *named, *args, check=check)
+        words = ("compose", "--ansi", "never", "--project-name", self.name, *named, *args)
+        return self.docker(*words, check=check, settings=settings)
 
-    def docker(self, *args: str, check: bool = True, errors: bool = False) -> str:
+    def docker(
+        self, *args: str, check: bool = True, errors: bool = False, settings: Mapping[str, str] = DEFAULTS
+    ) -> str:
         """What a command wrote to stdout, with `errors` also what it wrote to stderr."""
         done = subprocess.run(
             ["docker", *args],
             cwd=ROOT,
-            env=self._environment(),
+            env=self._environment() | settings,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -87,8 +94,18 @@ class Project:
         mount = f"{directory}:/from:ro"
         self.compose("run", "--rm", "--no-deps", "-T", "--volume", mount, "--entrypoint", "sh", "model", "-c", copy)
 
-    def up(self, *args: str, also: tuple[str, ...] = ()) -> None:
-        self.compose("up", "--detach", "--wait", "--wait-timeout", "480", "--no-build", *args, also=also)
+    def up(self, *args: str, settings: Mapping[str, str] = DEFAULTS) -> None:
+        self.compose("up", "--detach", "--wait", "--wait-timeout", "480", "--no-build", *args, settings=settings)
+
+    @contextlib.contextmanager
+    def neighbour(self) -> Iterator[None]:
+        """One more container in the network of the cluster."""
+        words = ("--detach", "--rm", "--init", "--network", f"{self.name}_cluster", "--entrypoint", "sleep")
+        container = self.docker("run", *words, IMAGE, "600").strip()
+        try:
+            yield
+        finally:
+            self.docker("rm", "--force", container)
 
     def scale(self, *words: str) -> str:
         """What `splitserve scale` writes, as a user of this project runs it, in any folder; it must end well."""

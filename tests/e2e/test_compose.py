@@ -11,7 +11,7 @@ from splitserve import Client
 from splitserve.client.types import Message
 from splitserve.service.errors import InvalidRequest
 from splitserve.service.secret import SECRET_NAME
-from tests.e2e.project import Project, eventually
+from tests.e2e.project import IMAGE, Project, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
@@ -110,10 +110,9 @@ def test_third_decode_worker_did_not_join_or_got_no_requests(cluster: Project) -
 
 
 def test_port_without_authentication_could_be_reached(cluster: Project) -> None:
-    # `model` shares the network of the published ports with the router, as an application's container would.
-    assert cluster.compose(
-        "run", "--rm", "--no-deps", "-T", "--entrypoint", "python", "model", "-c", CONNECT
-    ).split() == ["open", "refused"]
+    # From the network of the published ports, where an application's container would be.
+    words = ("run", "--rm", "--network", f"{cluster.name}_api", "--entrypoint", "python", IMAGE, "-c", CONNECT)
+    assert cluster.docker(*words).split() == ["open", "refused"]
     containers = cluster.containers()
     published = {
         (container["Service"], port["URL"], port["TargetPort"])

@@ -28,7 +28,8 @@ class Worker:
         self.is_draining = False
 
 
-async def ask(pair: Pair, worker: Worker) -> tuple[int, Any]:
+async def ask(pair: Pair, worker: Worker) -> tuple[int, Any, bool]:
+    """The status code, the word, and whether it is others that are missing."""
     http = WorkerHttp(
         ready_report(pair.decode.engine._context),
         lambda: worker.routers,
@@ -40,28 +41,28 @@ async def ask(pair: Pair, worker: Worker) -> tuple[int, Any]:
     async with httpx.AsyncClient(transport=transport, base_url="http://worker") as client:
         answer = await client.get("/health/ready")
         assert (await client.get("/health/live")).status_code == 200
-    return answer.status_code, answer.json()["status"]
+    return answer.status_code, answer.json()["status"], "retry-after" in answer.headers
 
 
 async def test_engine_that_stands_still_is_called_ready(make_pair: Callable[..., Pair]) -> None:
     pair, worker = make_pair(), Worker()
     for signs in (IDLE, COMPUTING):
         worker.signs = signs
-        assert await ask(pair, worker) == (200, "ready")
+        assert await ask(pair, worker) == (200, "ready", False)
     for signs in (STUCK_IN_A_STEP, FROZEN_WHILE_IDLE):
         worker.signs = signs
-        assert await ask(pair, worker) == (503, "the engine has stood still for 5.1 s")
+        assert await ask(pair, worker) == (503, "the engine has stood still for 5.1 s", False)
 
 
 @pytest.mark.parametrize(
-    ("change", "status"),
-    [({"routers": []}, "no router has been joined"), ({"is_draining": True}, "draining")],
+    ("change", "status", "waits"),
+    [({"routers": []}, "no router has been joined", True), ({"is_draining": True}, "draining", False)],
     ids=["alone", "draining"],
 )
 async def test_worker_that_takes_no_work_is_called_ready(
-    make_pair: Callable[..., Pair], change: dict[str, Any], status: str
+    make_pair: Callable[..., Pair], change: dict[str, Any], status: str, waits: bool
 ) -> None:
     worker = Worker()
     for name, value in change.items():
         setattr(worker, name, value)
-    assert await ask(make_pair(), worker) == (503, status)
+    assert await ask(make_pair(), worker) == (503, status, waits)

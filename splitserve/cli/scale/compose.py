@@ -7,9 +7,10 @@ from another.
 
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 from splitserve.cli.child import last_words
 from splitserve.cli.scale.docker_engine import DockerEngine
@@ -17,7 +18,6 @@ from splitserve.cli.scale.replica import Replica, surplus
 from splitserve.cli.scale.scalable import Say
 from splitserve.cli.scale.serialized import serialized
 from splitserve.cli.scale.target import Target, refuse_unservable
-from splitserve.service.config import EXIT_CONFIG
 from splitserve.service.errors import DeadlineExceeded, Internal, InvalidRequest, NotFound, Unavailable
 
 _MODULES = {"router": "router", "prefill": "prefill_worker", "decode": "decode_worker"}
@@ -48,12 +48,10 @@ class ComposeProject:
         deadline = time.monotonic() + timeout_s
         with serialized(f"compose-{self.name}", timeout_s):
             self._refuse(target)
-            before = {replica.id for role in target for replica in self._replicas(role) if replica.is_ready}
-            for role, wanted in target.items():
-                self._scale(role, wanted, say)
+            made = {replica.id for role, wanted in target.items() for replica in self._scale(role, wanted, say)}
             if is_waited_for:
                 for role, wanted in target.items():
-                    self._await_ready(role, wanted, before, deadline, say)
+                    self._await_ready(role, wanted, made, deadline, say)
 
     def _refuse(self, target: Target) -> None:
         routers = self._replicas("router")
@@ -62,7 +60,8 @@ class ComposeProject:
         without = all(router.has_option("without-prefill", "local") for router in routers)
         refuse_unservable(target, serves_without_prefill=without)
 
-    def _scale(self, role: str, wanted: int, say: Say) -> None:
+    def _scale(self, role: str, wanted: int, say: Say) -> list[Replica]:
+        """Returns what it has started."""
         present = self._replicas(role)
         kept = [replica for replica in present if not replica.is_over]
         say(f"{role}: {sum(replica.is_up for replica in kept)} → {wanted}")
@@ -75,6 +74,7 @@ class ComposeProject:
         for replica in new:
             self._engine.start(replica)
             say(f"{replica.name} starts")
+        return new
 
     def _take_away(self, replicas: Sequence[Replica], say: Say) -> None:
         """All at once, each with the time to drain that its own settings give it."""
@@ -134,16 +134,18 @@ class ComposeProject:
             field=role,
         )
 
-    def _await_ready(self, role: str, wanted: int, told: set[str], deadline: float, say: Say) -> None:
-        """`told`: of whom it need not be said that they are ready."""
+    def _await_ready(self, role: str, wanted: int, made: Set[str], deadline: float, say: Say) -> None:
+        """Until as many are ready as are `wanted`. Raises Unavailable where one of those `made` cannot start."""
+        told: set[str] = set()
         while True:
             replicas = self._replicas(role)
-            for replica in replicas:
-                if replica.is_ready and replica.id not in told:
+            new = [replica for replica in replicas if replica.id in made - told]
+            for replica in new:
+                if replica.is_ready:
                     told.add(replica.id)
                     say(f"{replica.name} is ready")
-                if not replica.is_ready and replica.exit_code == EXIT_CONFIG:
-                    raise InvalidRequest(f"{replica.name} cannot start: {last_words(self._engine.lines(replica))}")
+                elif replica.has_failed:
+                    self._take_back(replica, [other for other in new if not other.is_ready], say)
             missing = [f"{replica.name} is {replica.state}" for replica in replicas if not replica.is_ready]
             if len(replicas) != wanted:
                 missing.append(f"{role} has {len(replicas)} containers")
@@ -152,6 +154,12 @@ class ComposeProject:
             if time.monotonic() >= deadline:
                 raise DeadlineExceeded(f"not in time: {', '.join(missing)}")
             time.sleep(self._poll_s)
+
+    def _take_back(self, failed: Replica, new: Sequence[Replica], say: Say) -> NoReturn:
+        """All that are not ready: they would start again and again, for the same reason or for want of the same."""
+        why = last_words(self._engine.lines(failed))
+        self._take_away(new, say)
+        raise Unavailable(f"{failed.name} cannot start: {why}", reason="START_FAILED")
 
     def _replicas(self, service: str) -> list[Replica]:
         return self._engine.replicas(project=self.name, service=service)

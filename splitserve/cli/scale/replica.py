@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from splitserve.service.config import EXIT_CONFIG, EXIT_TEMPORARY
+
 _LABEL = "com.docker.compose."
 PROJECT_LABEL, SERVICE_LABEL, ONE_OFF_LABEL = f"{_LABEL}project", f"{_LABEL}service", f"{_LABEL}oneoff"
 _DEFAULT_STOP_TIMEOUT_S = 10  # the engine's
@@ -66,6 +68,11 @@ class Replica:
     @property
     def is_ready(self) -> bool:
         return self.status == "running" and self.health in ("healthy", None)
+
+    @property
+    def has_failed(self) -> bool:
+        """Of one that has not been ready: its start failed, and another one would end alike."""
+        return self.health == "unhealthy" or (not self.is_ready and self.exit_code in (EXIT_CONFIG, EXIT_TEMPORARY))
 
     @property
     def state(self) -> str:
