@@ -4,14 +4,14 @@ import asyncio
 import dataclasses
 import uuid
 
-import grpc.aio
 import structlog
 from fastapi import FastAPI
 
 from router.config import RouterConfig
 from router.dispatcher import DRAINING, ClusterDispatcher
-from router.grpc_server import SERVER_OPTIONS, InferenceServer, add_port
+from router.grpc_server import InferenceServer
 from router.http import create_app
+from router.internal_server import InternalServer
 from router.join import ClusterServicer
 from router.membership import Membership
 from router.metrics import RouterMetrics
@@ -31,7 +31,6 @@ from splitserve.service.lifecycle import StopRequest, first_of, run_loop
 from splitserve.service.logging import configure_logging
 from splitserve.service.metrics import new_registry
 from splitserve.service.startup import collect_rarely
-from splitserve.v1 import cluster_pb2_grpc as pb_grpc
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("router")
 
@@ -89,8 +88,8 @@ class Router:
         self._api = OpenAI(model=model, serving=serving, validator=self._validator, tokenizer=tokenizer).routes()
         self._calls = serving.calls
         self._public = InferenceServer(servicer)
-        self._cluster = ClusterServicer(config, self._membership, uuid.uuid4().hex, metrics.count_ignored)
-        self._internal: grpc.aio.Server
+        cluster = ClusterServicer(config, self._membership, uuid.uuid4().hex, metrics.count_ignored)
+        self._internal = InternalServer(cluster, config.internal_bind, config.internal_port)
         metrics.watch_load(
             running=self._membership.num_running,
             waiting=lambda: len(self._dispatcher.queue),
@@ -109,7 +108,7 @@ class Router:
     async def run(self, stop: StopRequest) -> int:
         config = self._config
         try:
-            internal_port = await self._start_internal()
+            internal_port = await self._internal.start()
             grpc_port = await self._public.start(config.bind, config.grpc_port)
             http = await serve_http(self._app(), config.bind, config.http_port)
         except OSError as error:
@@ -118,8 +117,9 @@ class Router:
         collect_rarely()
         log.info("listening", grpc=grpc_port, http=http.port, internal=internal_port)
         # To the end: a worker that dies while the last streams run is to be found as well.
-        await first_of(self._membership.watch(), self._pacer.watch(), self._serve(stop, http))
-        await self._internal.stop(0)
+        watches = self._membership.watch(), self._pacer.watch(), self._internal.follow()
+        await first_of(*watches, self._serve(stop, http))
+        await self._internal.stop()
         self._validator.close()
         return stop.status
 
@@ -135,14 +135,6 @@ class Router:
         log.info("stopping", reason=stop.reason)
         self._calls.end_all(Unavailable(DRAINING, reason="DRAINING", retry_after_s=1.0))
         await asyncio.gather(self._public.stop(_STOP_GRACE_S), http.stop())
-
-    async def _start_internal(self) -> int:
-        server = grpc.aio.server(options=SERVER_OPTIONS)
-        pb_grpc.add_ClusterServiceServicer_to_server(self._cluster, server)
-        port = add_port(server, self._config.internal_bind, self._config.internal_port)
-        await server.start()
-        self._internal = server
-        return port
 
     def _app(self) -> FastAPI:
         return create_app(
