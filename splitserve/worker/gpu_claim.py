@@ -9,7 +9,8 @@ import fcntl
 import itertools
 import os
 import socket
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,9 @@ class Holder(msgspec.Struct, frozen=True):
     worker_id: str
     pid: int
     host: str
+
+    def __str__(self) -> str:
+        return f"{self.worker_id} (pid {self.pid} on {self.host})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +86,7 @@ def _lock_file(folder: Path, gpu: Gpu, slot: int) -> Path:
 
 def _try_lock(path: Path) -> int | None:
     """An open descriptor that holds the lock; None while another process has it. OSError where locks do not work."""
-    # Not inherited by children: one that outlives this process would keep the GPU.
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    descriptor = _open(path)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -94,29 +97,49 @@ def _try_lock(path: Path) -> int | None:
     return descriptor
 
 
+def _open(path: Path) -> int:
+    """Not inherited by children: one that outlives this process would keep the GPU."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    except PermissionError:
+        # Another user's can be locked all the same.
+        if not path.exists():
+            raise
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+
+
 def _write_holder(descriptor: int, worker_id: str) -> None:
+    """Says nothing in the file of another user."""
+    if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+        return
     holder = Holder(worker_id, os.getpid(), socket.gethostname())
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, msgspec.json.encode(holder) + b"\n", 0)
 
 
 def _none_left(device: str, wanted: Sequence[Gpu], num_gpus: int, folder: Path, workers_per_gpu: int) -> str:
-    holders = [
-        f"cuda:{gpu.index} ({gpu.uuid}) by {_holder(_lock_file(folder, gpu, slot))}"
-        for gpu in wanted
-        for slot in range(workers_per_gpu)
-    ]
+    held = {(gpu, slot): _holder(_lock_file(folder, gpu, slot)) for gpu in wanted for slot in range(workers_per_gpu)}
+    named = ", ".join(
+        f"cuda:{gpu.index} ({gpu.uuid}) by {holder or 'an unknown worker'}" for (gpu, _), holder in held.items()
+    )
     which = f"none of the {num_gpus} GPUs here is left" if len(wanted) > 1 else f"{device} is taken"
     limit = f" by {workers_per_gpu} workers each" if workers_per_gpu > 1 else ""
     return (
-        f"--device {device}: {which}: claimed{limit} in {folder}: {', '.join(holders)}. "
+        f"--device {device}: {which}: claimed{limit} in {folder}: {named}. {_roles(held.values())}"
         "Run fewer workers on this host, or let them share a GPU by --workers-per-gpu"
     )
 
 
-def _holder(path: Path) -> str:
+def _roles(holders: Iterable[Holder | None]) -> str:
+    """A role without a GPU is why nothing is served, which the last worker to come has to tell."""
+    roles = Counter(holder.worker_id.partition("-")[0] for holder in holders if holder)
+    counts = [f"{roles[role] or 'no'} {role} worker{'' if roles[role] == 1 else 's'}" for role in ("prefill", "decode")]
+    return f"Those are {' and '.join(counts)}. "
+
+
+def _holder(path: Path) -> Holder | None:
+    """None where it is just being written, or it was not we who wrote."""
     try:
-        holder = msgspec.json.decode(path.read_bytes()[:_MAX_HOLDER_BYTES], type=Holder)
-    except (OSError, msgspec.MsgspecError):  # it is just being written, or it was not we who wrote
-        return "an unknown worker"
-    return f"{holder.worker_id} (pid {holder.pid} on {holder.host})"
+        return msgspec.json.decode(path.read_bytes()[:_MAX_HOLDER_BYTES], type=Holder)
+    except (OSError, msgspec.MsgspecError):
+        return None

@@ -142,6 +142,37 @@ def test_child_of_a_dead_worker_keeps_its_gpu(tmp_path: Path) -> None:
         child.communicate()
 
 
+def test_gpu_is_lost_to_the_user_who_made_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that nobody holds is claimed, and one that is held is passed over for the next."""
+    held = claim_gpu("cuda:0", fake_gpus(1), tmp_path, "other")
+    left = claim_gpu("cuda:1", fake_gpus(2), tmp_path, "gone")
+    assert held is not None
+    assert left is not None
+    os.close(left.descriptor)
+    opened = os.open
+
+    def refuse(path: Path, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_ACCMODE == os.O_RDWR:
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", refuse)
+    claimed = claim_gpu("auto", fake_gpus(2), tmp_path, "w")
+    assert claimed is not None
+    assert claimed.device == "cuda:1"
+    with pytest.raises(InvalidRequest, match=r"Permission denied: '.*GPU-00000002\.lock'; --device-locks"):
+        claim_gpu("cuda:2", fake_gpus(3), tmp_path, "w")
+    os.close(claimed.descriptor)
+    os.close(held.descriptor)
+
+
+def test_role_that_has_no_gpu_is_not_named(claim: Callable[..., GpuClaim | None]) -> None:
+    for worker_id in ("decode-1", "decode-2"):
+        assert claim("auto", worker_id) is not None
+    with pytest.raises(Unavailable, match=r"Those are no prefill workers and 2 decode workers\. Run fewer"):
+        claim("auto", "prefill-1")
+
+
 def test_folder_without_locks_is_no_reason(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidRequest, match=r"cannot lock a GPU in .*file.*--device-locks"):
