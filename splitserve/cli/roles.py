@@ -76,6 +76,7 @@ def worker_spec(
         "router": f"{LOOPBACK}:{ports.internal}",
         "bind": LOOPBACK,
         "http-port": 0,
+        "kv-port": 0,
         "threads": placement.threads,
         "cores": ",".join(map(str, placement.cores)) or None,
     }

@@ -65,6 +65,8 @@ class WorkerConfig:
     "Health and metrics; 0 picks a free port."
     transfer_timeout: Duration = 10.0
     "A KV transfer without progress for this long fails."
+    kv_port: NonNegative = 0
+    "Where peers on other hosts send KV blocks; 0 picks a free port."
     kv_peer_timeout: Duration = 4.0
     "A peer that a KV transfer depends on is lost when nothing is heard of it for this long."
     kv_socket_dir: str | None = None

@@ -63,7 +63,7 @@ def make_agent(
     device: torch.device,
     on_event: Callable[[KVEvent], None],
 ) -> KVAgent:
-    """Not yet started; binds an ephemeral port on the configured address.
+    """Not yet started; binds the configured port on the configured address.
 
     Raises `Unavailable` when the worker has to find out its own address and cannot, see `advertised_host`, and
     `InvalidRequest` when it can have none of the transports that it was told to use.
@@ -77,6 +77,7 @@ def make_agent(
         ZeroMQSettings(
             bind=config.bind,
             advertise=host,
+            port=config.kv_port,
             max_block_bytes=store.block_nbytes,
             ipc_parent=Path(config.kv_socket_dir) if config.kv_socket_dir else None,
         )

@@ -65,6 +65,17 @@ def test_unknown_router_was_waited_for_without_end() -> None:
         advertised_host(config, timeout_s=0.0)
 
 
+def test_port_that_a_firewall_lets_through_was_not_the_one() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    agent = make_agent(WorkerConfig(kv_port=port), "d0", FINGERPRINT, ByteStore(4), torch.device("cpu"), lambda _: None)
+    agent.start()
+    try:
+        assert agent.endpoint.tcp == f"tcp://127.0.0.1:{port}"
+    finally:
+        agent.close()
+
+
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """Short enough for a socket's path."""
