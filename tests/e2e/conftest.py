@@ -1,6 +1,7 @@
 """One compose project for all tests of this folder: an image takes minutes to build and a cluster seconds to start."""
 
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -9,11 +10,17 @@ from tests.e2e.project import Project, eventually
 
 
 @pytest.fixture(scope="session")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for Prometheus's own, empty to begin with."""
+    return tmp_path_factory.mktemp("prometheus")
+
+
+@pytest.fixture(scope="session")
+def project(tmp_path_factory: pytest.TempPathFactory, programs: Path) -> Iterator[Project]:
     """Up, as compose.cpu.yaml says: a prefill worker and two decode workers. Skips where no engine can be had."""
     if reason := why_no_engine():
         pytest.skip(reason)
-    project = Project(tmp_path_factory.mktemp("wheels"), tmp_path_factory.mktemp("prometheus"))
+    project = Project(tmp_path_factory.mktemp("wheels"), programs)
     try:
         project.build()
         project.fill_cache()

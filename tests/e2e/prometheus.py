@@ -8,6 +8,8 @@ from typing import Any
 
 from tests.e2e.project import Project
 
+PROGRAMS = ("prometheus", "promtool")
+
 _ASK = """
 import sys, urllib.parse, urllib.request
 path, _, query = sys.argv[1].partition(" ")
@@ -17,13 +19,12 @@ sys.stdout.write(urllib.request.urlopen(url, timeout=20).read().decode())
 
 
 def find_prometheus(folder: Path) -> str | None:
-    """Puts the program `prometheus` into `folder`: what this machine has installed, or the distribution's package. None
-    for success, else the reason why there is none."""
-    target = folder / "prometheus"
-    if target.exists():
+    """Puts the programs `prometheus` and `promtool` into `folder`: what this machine has installed, or the
+    distribution's package. None for success, else the reason why there are none."""
+    if all((folder / name).exists() for name in PROGRAMS):
         return None
-    installed = shutil.which("prometheus")
-    if installed is None:
+    installed = [shutil.which(name) for name in PROGRAMS]
+    if None in installed:
         package = folder / "package"
         package.mkdir(exist_ok=True)
         for command in (["apt-get", "download", "prometheus"], ["sh", "-c", "dpkg-deb -x prometheus_*.deb ."]):
@@ -33,8 +34,9 @@ def find_prometheus(folder: Path) -> str | None:
                 return f"there is no program prometheus here, and no package of it: {error}"
             if done.returncode != 0:
                 return f"there is no program prometheus here, and no package of it: {done.stderr.strip()}"
-        installed = str(package / "usr/bin/prometheus")
-    shutil.copy(installed, target)
+        installed = [str(package / "usr/bin" / name) for name in PROGRAMS]
+    for program in installed:
+        shutil.copy(str(program), folder)
     shutil.rmtree(folder / "package", ignore_errors=True)
     return None
 

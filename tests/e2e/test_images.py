@@ -53,10 +53,10 @@ def test_image_with_its_model_needs_a_network(project: Project, baked: str) -> N
         project.docker("rm", "--force", "--volumes", name)
 
 
-def read(project: Project, *files: str) -> dict[str, Any]:
-    """The services of these files as the engine would get them."""
+def read(project: Project, *files: str, **settings: str) -> dict[str, Any]:
+    """The services of these files as the engine would get them, with these variables."""
     named = [word for file in files for word in ("--file", file)]
-    return dict(json.loads(project.docker("compose", *named, "config", "--format", "json")))
+    return dict(json.loads(project.docker("compose", *named, "config", "--format", "json", settings=settings)))
 
 
 def test_file_for_gpus_gives_none_or_lets_two_workers_take_one(project: Project) -> None:
@@ -69,6 +69,7 @@ def test_file_for_gpus_gives_none_or_lets_two_workers_take_one(project: Project)
         ]
         assert service["environment"]["SPLITSERVE_DEVICE"] == "cuda"
         assert service["environment"]["NCCL_HOSTID"]
+        assert service["environment"]["NCCL_CUMEM_ENABLE"] == "0"
         locks = service["environment"]["SPLITSERVE_DEVICE_LOCKS"]
         assert {"device-locks": locks, "shm": "/dev/shm"}.items() <= {
             volume["source"]: volume["target"] for volume in service["volumes"]
@@ -84,6 +85,32 @@ def test_file_for_gpus_lacks_what_the_one_for_processors_has(project: Project) -
         for key in service.keys() - {"image", "build", "environment", "volumes", "deploy"}:
             assert cuda[name][key] == service[key], (name, key)
         assert service.get("environment", {}).keys() <= cuda[name].get("environment", {}).keys()
+
+
+@pytest.mark.parametrize("file", ["compose.yaml", "compose.cpu.yaml"])
+def test_router_or_worker_has_a_way_to_the_internet(project: Project, file: str) -> None:
+    whole = read(project, file, "compose.observability.yaml")
+    masquerade = "com.docker.network.bridge.enable_ip_masquerade"
+    open_networks = {
+        name
+        for name, network in whole["networks"].items()
+        if not network.get("internal") and (network.get("driver_opts") or {}).get(masquerade) != "false"
+    }
+    assert open_networks == {"internet"}
+    services = whole["services"].items()
+    assert {name for name, service in services if set(service.get("networks") or ()) & open_networks} == {"model"}
+
+
+@pytest.mark.parametrize("file", ["compose.yaml", "compose.cpu.yaml"])
+def test_api_is_published_elsewhere_than_asked(project: Project, file: str) -> None:
+    asked = {"SPLITSERVE_PUBLISH": "0.0.0.0", "SPLITSERVE_GRPC_PORT": "1", "SPLITSERVE_HTTP_PORT": "2"}
+    services = read(project, file, **asked)["services"]
+    published = {
+        (name, port["host_ip"], port["published"], port["target"])
+        for name, service in services.items()
+        for port in service.get("ports", ())
+    }
+    assert published == {("router", "0.0.0.0", "1", 50051), ("router", "0.0.0.0", "2", 8000)}
 
 
 @pytest.mark.parametrize("file", ["compose.yaml", "compose.cpu.yaml"])
