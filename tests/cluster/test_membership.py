@@ -131,9 +131,16 @@ def test_loss_of_the_only_prefill_worker_stops_everything_or_goes_unnoticed(pair
 
 
 def test_worker_of_another_model_joins(pair: Cluster, tiny: Tiny) -> None:
-    stranger = pair.add("decode", model=tiny("gemma2"))
-    stranger.is_killed = True
-    wait_for("the refusal", lambda: any("this router serves" in line for line in stranger.lines + pair.router.lines))
+    """C69: it is refused, and the router's log and its own name the field in which they differ. One that calls itself
+    by the same name is known by its files."""
+    strangers = [
+        (pair.add("decode", model=tiny("gemma2")), "model: this router serves 'llama', the worker 'gemma2'"),
+        (pair.add("decode", model=tiny("gemma2"), served_model_name="llama"), "revision: this router serves "),
+    ]
+    for stranger, refusal in strangers:
+        stranger.is_killed = True
+        for process in (pair.router, stranger):
+            wait_for(f"{refusal!r}", lambda p=process, r=refusal: any(r in line for line in p.lines))
     assert len(pair.state()["workers"]) == 2
 
 
