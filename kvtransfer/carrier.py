@@ -55,15 +55,23 @@ class Received:
 class Disconnected:
     """The link is gone for good; whatever was queued on it is lost.
 
-    `is_rejected`: we ended it, because of what its peer sent.
+    `is_rejected`: we ended it, because of what its peer sent. `is_final`: dialling this peer again cannot help.
     """
 
     link: LinkId
     reason: str
     is_rejected: bool = False
+    is_final: bool = False
 
 
-CarrierEvent = Connected | Received | Disconnected
+@dataclass(frozen=True)
+class Heard:
+    """The peer of a link is alive: it has sent a message whose turn has not come."""
+
+    link: LinkId
+
+
+CarrierEvent = Connected | Received | Disconnected | Heard
 
 
 class Carrier(Protocol):
@@ -100,5 +108,6 @@ class Carrier(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends all links and frees the endpoint; on return no frame is being read any more."""
+        """Ends all links and frees the endpoint; on return no frame is being read any more, but for what a library does
+        not let go of (see `pairs.carrier`), which nobody may write to as long as this process lives."""
         ...

@@ -35,6 +35,7 @@ class Peer:
     health: LinkHealth
     link: LinkId | None = None
     connection: Connected | None = None
+    is_hopeless: bool = False
 
 
 class Dialer:
@@ -110,6 +111,12 @@ class Dialer:
             self._source.unreachable(peer.worker_id, refused.detail)
         self._our.outbox.cut(link, f"the peer refused: {refused.detail}")
 
+    def give_up(self, link: LinkId) -> None:
+        """The link is about to be lost, and another would be no better."""
+        peer = self._by_link.get(link)
+        if peer is not None:
+            peer.is_hopeless = True
+
     def lost(self, link: LinkId, reason: str) -> None:
         """The link is gone, by whichever side's doing."""
         peer = self._by_link.pop(link, None)
@@ -120,6 +127,11 @@ class Dialer:
         if peer.worker_id not in self._peers:
             return  # dropped by our owner, who would take a report for one of a peer that is still to be linked
         if peer.state is PeerState.REFUSED:
+            return
+        if peer.is_hopeless:
+            peer.state = PeerState.REFUSED
+            self._our.outbox.emit(LinkRefused(peer.worker_id, reason))
+            self._source.unreachable(peer.worker_id, reason)
             return
         peer.state = PeerState.WAITING
         peer.due = self._our.clock() + peer.back_off

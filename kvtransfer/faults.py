@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 
-from kvtransfer.carrier import Carrier, CarrierEvent, Disconnected, LinkId, Received, SendHandle
+from kvtransfer.carrier import Carrier, CarrierEvent, Disconnected, Heard, LinkId, Received, SendHandle
 from kvtransfer.endpoint import KVEndpoint
 from kvtransfer.fault_plan import FaultPlan, FaultPlanFile, FaultRule, check_testing
 from kvtransfer.frames import Frame, copy_of, num_bytes
@@ -129,7 +129,7 @@ class FaultyCarrier:
             if isinstance(event, Received):
                 self._pass(event.link, bytes(event.header), event.frames, None)
                 events += self._release_due()
-            else:
+            elif not (isinstance(event, Heard) and self._is_frozen(event.link)):
                 events += self._release_due()
                 events.append(event)
                 if isinstance(event, Disconnected):
@@ -268,6 +268,9 @@ class FaultyCarrier:
         self.disconnect(link)
         self._cut_links.add(link)
         self._ended.append(Disconnected(link, reason))
+
+    def _is_frozen(self, link: LinkId) -> bool:
+        return self._lanes[link, "in"].frozen_until > self._clock()
 
     def _forget(self, link: LinkId) -> None:
         for held in self._held:

@@ -5,7 +5,7 @@ Driven by the agent's KV thread: carrier events in, then a tick; what it wants d
 
 from collections.abc import Callable
 
-from kvtransfer.carrier import CarrierEvent, Connected, Disconnected, LinkId, Received
+from kvtransfer.carrier import CarrierEvent, Connected, Disconnected, Heard, LinkId, Received
 from kvtransfer.context import Context
 from kvtransfer.dialer import Dialer
 from kvtransfer.endpoint import KVEndpoint
@@ -53,9 +53,20 @@ class Node:
             case Disconnected(link=link, reason=reason):
                 if event.is_rejected:
                     self._our.counters.rejected()
+                if event.is_final:
+                    self.dialer.give_up(link)
                 self.lost(link, reason)
+            case Heard(link=link):
+                self._note_life(link)
             case Received():
                 self._receive(event)
+
+    def _note_life(self, link: LinkId) -> None:
+        """A source that asks whether we live cannot be answered in turn: it is told at once."""
+        if self.dialer.owns(link):
+            self.dialer.heard(link)
+        elif self.greeter.guest(link) is not None:
+            self._our.outbox.send(link, Pong())
 
     def lost(self, link: LinkId, reason: str) -> None:
         self.dialer.lost(link, reason)

@@ -131,7 +131,7 @@ class Source:
         self._measure(ready, used_before - ready.credit.used)
         if transfer is None:
             return
-        transfer.in_flight.pop(ack.sequence, None)
+        transfer.acknowledge(ack.sequence)
         transfer.progress_at = ready.progress_at
         if transfer.is_ended:
             self._settle(transfer)
@@ -198,6 +198,7 @@ class Source:
         """The carrier is closed and reads nothing any more: everything fails now."""
         for transfer in list(self._transfers.values()):
             transfer.in_flight.clear()
+            transfer.held.clear()
             transfer.link = None
             self._fail(transfer, FailureReason.SHUTDOWN, "this worker's KV thread is closing")
             self._settle(transfer)

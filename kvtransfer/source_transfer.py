@@ -27,6 +27,8 @@ class SourceTransfer:
     digests: dict[int, bytes] = field(default_factory=dict)
     # By sequence: what the sink has not acknowledged, so what the transport may still read.
     in_flight: dict[int, SendHandle] = field(default_factory=dict)
+    # What the sink has acknowledged before the transport let go of it.
+    held: list[SendHandle] = field(default_factory=list)
     finish: Finish | None = None
     is_finish_sent: bool = False
     failure: tuple[FailureReason, str] | None = None
@@ -47,7 +49,12 @@ class SourceTransfer:
 
     @property
     def is_readable_by_transport(self) -> bool:
-        return any(not handle.done for handle in self.in_flight.values())
+        return any(not handle.done for handle in (*self.in_flight.values(), *self.held))
+
+    def acknowledge(self, sequence: int) -> None:
+        handle = self.in_flight.pop(sequence, None)
+        if handle is not None and not handle.done:
+            self.held.append(handle)
 
     def enqueue(self, blocks: Sequence[tuple[int, int]]) -> str | None:
         """Takes blocks for sending; returns what is wrong with them, and then takes none."""

@@ -19,13 +19,13 @@ def block_sums(blocks: Sequence[torch.Tensor]) -> list[bytes]:
     Whatever wrote the blocks has to be done.
     """
     device = blocks[0].device
-    words = [_words(block) for block in blocks]
     if device.type == "cpu":
         # Not torch: it would start threads for this, beside those of the forward.
-        totals = [int(np.dot(word.numpy(), _weights(word.numel(), device).numpy())) for word in words]
+        totals = [int(np.dot(word.numpy(), _host_weights(word.numel()))) for word in map(_words, blocks)]
     else:
         # In a stream of their own, beside the forward, and with one wait for all of a message.
         with torch.cuda.stream(_side_stream(device)):
+            words = [_words(block) for block in blocks]
             totals = torch.stack([(word * _weights(word.numel(), device)).sum() for word in words]).tolist()
     return [
         total.to_bytes(_WORD_NBYTES, "little", signed=True) + block.nbytes.to_bytes(_WORD_NBYTES, "little")
@@ -39,8 +39,13 @@ def _words(block: torch.Tensor) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=8)
+def _host_weights(count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    return np.arange(1, 2 * count, 2, dtype=np.int64)
+
+
+@functools.lru_cache(maxsize=8)
 def _weights(count: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(count, dtype=torch.int64, device=device) * 2 + 1
+    return torch.from_numpy(_host_weights(count)).to(device)
 
 
 @functools.cache

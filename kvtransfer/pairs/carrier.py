@@ -5,14 +5,14 @@ as any other: messages of a link come in order, whichever way their frames took,
 """
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import structlog
 import torch
 
-from kvtransfer.carrier import Carrier, CarrierEvent, Connected, Disconnected, LinkId, Received, SendHandle
+from kvtransfer.carrier import Carrier, CarrierEvent, Connected, Disconnected, Heard, LinkId, Received, SendHandle
 from kvtransfer.endpoint import KVEndpoint
 from kvtransfer.frames import Frame
 from kvtransfer.messages import BadMessageError, shorten
@@ -21,6 +21,17 @@ from kvtransfer.pairs.agreement import Able, Agreement
 from kvtransfer.pairs.communicator import SINK, SOURCE, PairPlan, make_communicator
 from kvtransfer.pairs.lane import Arrived, Broken, Formed, Lane, LaneHandle, LaneNews, MakeCommunicator
 from kvtransfer.pairs.link import Held, PairLink, PairState
+
+# Messages of one link that may wait behind blocks, and their headers' bytes: far more than a correct source has there.
+MAX_HELD = 16_384
+MAX_HELD_BYTES = 256 * 1024 * 1024
+# More threads that a library does not let go of are more than bad luck.
+MAX_STUCK_LANES = 16
+# A pair that breaks sooner did not last; after so many of them in a row another transport is taken, if there is one.
+LASTING_S = 60.0
+MAX_BREAKS = 3
+MAX_ADDRESSES = 1024
+_LAST_WORD_S = 0.05
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
@@ -35,7 +46,7 @@ class PairSettings:
     host: str = "127.0.0.1"
     form_timeout_s: float = 20.0
     timeout_s: float = 10.0
-    close_timeout_s: float = 5.0
+    close_timeout_s: float = 1.0
     # What a correct source may have under way towards us: its credit, and one message that began within it.
     max_pending_bytes: int = 96 * 1024 * 1024
 
@@ -45,12 +56,17 @@ class PairCarrier:
         self._inner = inner
         self._settings = settings
         self._make = make
-        self._agreement = Agreement(Able(settings.transports, settings.block_nbytes, settings.device), self)
+        able = Able(settings.transports, settings.block_nbytes, settings.device)
+        self._agreement = Agreement(able, self, settings.form_timeout_s, time.monotonic)
         self._links: dict[LinkId, PairLink] = {}
         # From the lanes' threads, read after each poll.
-        self._news: deque[tuple[LinkId, Lane, LaneNews]] = deque()
-        self._rendezvous: deque[tuple[LinkId, wire.Rendezvous]] = deque()
+        self._news: deque[tuple[LinkId, Lane, LaneNews | wire.Rendezvous]] = deque()
         self._lanes: set[Lane] = set()  # whose threads may still be there
+        self._addresses: dict[LinkId, str] = {}
+        # By address and transport: how often in a row a pair did not last.
+        self._breaks: Counter[tuple[str, str]] = Counter()
+        # Links that have ended for our owner, but for a last word on its way, and when they are closed.
+        self._closing: dict[LinkId, float] = {}
         self._events: list[CarrierEvent] = []
 
     # Lifetime.
@@ -66,7 +82,8 @@ class PairCarrier:
         self._inner.wake()
 
     def close(self) -> None:
-        """A library that waits for a frozen peer lets go at its own time limit; nobody waits for that here."""
+        """A library that waits for a frozen peer lets go at its own time limit, and nobody waits for that here: see
+        `lane.are_any_left`."""
         for pair in list(self._links.values()):
             self._forget(pair, "this worker's KV thread is closing")
         self._inner.close()
@@ -78,9 +95,13 @@ class PairCarrier:
     # Links.
 
     def connect(self, endpoint: KVEndpoint) -> LinkId:
-        return self._inner.connect(endpoint)
+        link = self._inner.connect(endpoint)
+        self._addresses[link] = endpoint.tcp
+        return link
 
     def disconnect(self, link: LinkId) -> None:
+        self._closing.pop(link, None)
+        self._addresses.pop(link, None)
         self._inner.disconnect(link)
         pair = self._links.get(link)
         if pair is not None:
@@ -99,27 +120,37 @@ class PairCarrier:
 
     def poll(self, timeout_s: float) -> list[CarrierEvent]:
         self._lanes = {lane for lane in self._lanes if not lane.join(0.0)}
-        for event in self._inner.poll(timeout_s):
+        now = time.monotonic()
+        for link in [link for link, due in self._closing.items() if due <= now]:
+            self.disconnect(link)
+        if self._closing:
+            timeout_s = min(timeout_s, _LAST_WORD_S)
+        for event in self._inner.poll(0.0 if self._events else timeout_s):
             self._on_inner(event)
-        while self._rendezvous:
-            link, message = self._rendezvous.popleft()
-            if link in self._links:
-                self._inner.send(link, wire.encode(message), ())
         while self._news:
+            # In the order in which the lanes said it: a key that was published before a pair had formed goes first.
             link, lane, news = self._news.popleft()
             pair = self._links.get(link)
             if pair is not None and pair.lane is lane:
                 self._on_news(pair, news)
+        for pair in list(self._links.values()):
+            self._agreement.tick(pair)
         events, self._events = self._events, []
         return events
 
     def _on_inner(self, event: CarrierEvent) -> None:
+        if event.link in self._closing:
+            if isinstance(event, Disconnected):
+                del self._closing[event.link]
+            return
         match event:
             case Connected():
-                pair = PairLink(event.link, not event.is_incoming, event.path)
+                address = self._addresses.get(event.link, "")
+                pair = PairLink(event.link, not event.is_incoming, event.path, address)
                 self._links[event.link] = pair
                 self._agreement.begin(pair)
             case Disconnected():
+                self._addresses.pop(event.link, None)
                 known = self._links.get(event.link)
                 if known is not None:
                     self._forget(known, event.reason)
@@ -136,8 +167,10 @@ class PairCarrier:
     def _receive(self, pair: PairLink, event: Received) -> None:
         kind, header = bytes(event.header[:1]), event.header[1:]
         match kind:
-            case wire.PLAIN if pair.state is PairState.UP:
+            case wire.PLAIN if pair.state is PairState.UP and not (pair.lane is not None and event.frames):
                 self._deliver(pair, Held(header, event.frames))
+                if pair.held:
+                    self._events.append(Heard(pair.link))
             case wire.PAIRED if pair.is_paired and not pair.is_source and len(event.frames) == 1:
                 assert pair.lane is not None
                 frame = event.frames[0]
@@ -154,11 +187,15 @@ class PairCarrier:
                 raise BadMessageError(f"a message of kind {kind.hex()} with {len(event.frames)} frames, now")
 
     def _deliver(self, pair: PairLink, message: Held) -> None:
-        pair.held.append(message)
+        pair.hold(message)
         self._events += pair.released()
+        if len(pair.held) > MAX_HELD or pair.held_nbytes > MAX_HELD_BYTES:
+            raise BadMessageError(f"{len(pair.held)} messages wait behind blocks that do not come")
 
-    def _on_news(self, pair: PairLink, news: LaneNews) -> None:
+    def _on_news(self, pair: PairLink, news: "LaneNews | wire.Rendezvous") -> None:
         match news:
+            case wire.Rendezvous():
+                self.say(pair, news)
             case Formed(path=path):
                 self._agreement.formed(pair, path)
             case Arrived(frames=frames):
@@ -185,8 +222,8 @@ class PairCarrier:
             timeout_s=settings.timeout_s,
         )
 
-        def publish(key: str, value: bytes) -> None:
-            self._rendezvous.append((link, wire.Rendezvous(attempt, key, value)))
+        def publish(lane: Lane, key: str, value: bytes) -> None:
+            self._news.append((link, lane, wire.Rendezvous(attempt, key, value)))
             self._inner.wake()
 
         def tell(lane: Lane, news: LaneNews) -> None:
@@ -196,6 +233,15 @@ class PairCarrier:
         pair.lane = Lane(plan, publish, tell, self._make, settings.form_timeout_s)
         self._lanes.add(pair.lane)
 
+    def objection(self, pair: PairLink, transport: str) -> str | None:
+        stuck = len(self._lanes) - sum(other.lane is not None for other in self._links.values())
+        if stuck >= MAX_STUCK_LANES:
+            return f"{stuck} threads of pairs that were given up still wait for the library"
+        # With nothing else to try it is tried again and again, as any link is.
+        if pair.offered[-1:] != [transport] and self._breaks[pair.address, transport] >= MAX_BREAKS:
+            return f"{MAX_BREAKS} pairs in a row broke within {LASTING_S:g} s"
+        return None
+
     def up(self, pair: PairLink) -> None:
         made = pair.connection
         if made.fallback:
@@ -203,14 +249,30 @@ class PairCarrier:
             log.warning("kv transport falls back", wanted=wanted, used=made.path, why=made.fallback)
         self._events.append(made)
 
-    def end(self, pair: PairLink, reason: str) -> None:
-        self.disconnect(pair.link)
-        self._events.append(Disconnected(pair.link, reason))
+    def end(self, pair: PairLink, reason: str, *, is_peers: bool = False, is_final: bool = False) -> None:
+        if pair.is_source and pair.is_paired:
+            self._count_break(pair)
+        if not is_peers:
+            self.say(pair, wire.Ended(shorten(reason)))
+        self._close(pair, Disconnected(pair.link, reason, is_final=is_final))
 
     def _reject(self, pair: PairLink, reason: str) -> None:
         self.say(pair, wire.Ended(shorten(reason)))
-        self.disconnect(pair.link)
-        self._events.append(Disconnected(pair.link, reason, is_rejected=True))
+        self._close(pair, Disconnected(pair.link, reason, is_rejected=True))
+
+    def _close(self, pair: PairLink, event: Disconnected) -> None:
+        """For our owner at once, for the inner carrier when the last word has had its time to leave."""
+        self._forget(pair, event.reason)
+        self._closing[pair.link] = time.monotonic() + _LAST_WORD_S
+        self._events.append(event)
+
+    def _count_break(self, pair: PairLink) -> None:
+        if len(self._breaks) >= MAX_ADDRESSES:
+            self._breaks.clear()
+        if time.monotonic() - pair.up_at < LASTING_S:
+            self._breaks[pair.address, pair.transport] += 1
+        else:
+            self._breaks[pair.address, pair.transport] = 1
 
     def _forget(self, pair: PairLink, reason: str) -> None:
         self._links.pop(pair.link, None)

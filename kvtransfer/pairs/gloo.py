@@ -16,6 +16,7 @@ _TAG = 0
 class GlooCommunicator:
     def __init__(self, plan: PairPlan, store: PairStore) -> None:
         self._plan = plan
+        self._stream: torch.cuda.Stream | None = None
         # Torch's stubs know neither the options of a group nor its messages.
         library: Any = ProcessGroupGloo
         options = library._Options()
@@ -29,8 +30,7 @@ class GlooCommunicator:
         return "gloo"
 
     def send(self, blocks: Sequence[torch.Tensor]) -> None:
-        # A block on a GPU is sent from a copy in host memory.
-        staged = [block.cpu() for block in blocks]
+        staged = [self._in_host_memory(block) for block in blocks]
         _wait_for_all([self._group.send([block], SINK, _TAG) for block in staged])
 
     def receive(self, count: int) -> torch.Tensor:
@@ -38,17 +38,27 @@ class GlooCommunicator:
         _wait_for_all([self._group.recv([row], SOURCE, _TAG) for row in staging])
         return staging
 
+    def _in_host_memory(self, block: torch.Tensor) -> torch.Tensor:
+        """A copy of a block on a GPU, made beside the forward."""
+        if block.device.type != "cuda":
+            return block
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(block.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            return block.cpu()
+
     def abort(self) -> None:
         """Gloo wakes nobody who waits: they wait until their timeout, or until the peer's process ends."""
 
 
 def _wait_for_all(works: Sequence[Any]) -> None:
     """Raises the first failure once none of `works` touches its memory any more: the first to fail ends them all."""
-    failure: RuntimeError | None = None
+    failure = ""
     for work in works:
         try:
             work.wait()
         except RuntimeError as error:
-            failure = failure or error
-    if failure is not None:
-        raise failure
+            failure = failure or str(error)
+    if failure:
+        # Another error than the library's, whose traceback would keep the group, its threads and sockets.
+        raise RuntimeError(failure)

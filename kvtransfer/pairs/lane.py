@@ -9,10 +9,13 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import structlog
 import torch
 
 from kvtransfer.pairs.communicator import Communicator, PairPlan
 from kvtransfer.pairs.store import PairStore
+
+log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 MakeCommunicator = Callable[[PairPlan, PairStore], Communicator]
 
@@ -61,13 +64,13 @@ class Lane:
     def __init__(
         self,
         plan: PairPlan,
-        publish: Callable[[str, bytes], None],
+        publish: "Callable[[Lane, str, bytes], None]",
         tell: "Callable[[Lane, LaneNews], None]",
         make: MakeCommunicator,
         form_timeout_s: float,
     ) -> None:
         """`publish` sends a key of the rendezvous to the peer. Begins at once."""
-        self.store = PairStore(publish, form_timeout_s)
+        self.store = PairStore(lambda key, value: publish(self, key, value), form_timeout_s)
         self._plan = plan
         self._tell = tell
         self._make = make
@@ -77,8 +80,12 @@ class Lane:
         self._has_left = False
         self._is_ended = False
         self._communicator: Communicator | None = None
-        self._thread = threading.Thread(target=self._run, name=f"kv-{plan.transport}-{plan.rank}", daemon=True)
-        self._thread.start()
+        self._thread = _LaneThread(target=self._run, name=f"kv-{plan.transport}-{plan.rank}", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # as many threads as this process may have
+            self._has_left = True
+            self._tell(self, Broken(str(error)))
 
     # The KV thread's.
 
@@ -100,15 +107,16 @@ class Lane:
         """Nothing is heard of it any more. What it sends is let go when the library has returned."""
         with self._lock:
             self._is_ended = True
+            communicator = self._communicator
         self.store.end(reason)
         self._jobs.put(None)
-        communicator = self._communicator
         if communicator is not None:
             communicator.abort()
 
     def join(self, timeout_s: float) -> bool:
         """True once the thread has left, so that no memory is read or written any more."""
-        self._thread.join(timeout_s)
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     # The lane's own thread.
@@ -116,24 +124,34 @@ class Lane:
     def _run(self) -> None:
         job: _Send | _Receive | None = None
         try:
-            self._communicator = self._make(self._plan, self.store)
-            self._say(Formed(self._communicator.path))
+            communicator = self._make(self._plan, self.store)
+            with self._lock:
+                self._communicator = communicator
+                is_wanted = not self._is_ended
+            if not is_wanted:  # it was given up meanwhile, and whoever did so had nothing to abort
+                communicator.abort()
+                return
+            self._say(Formed(communicator.path))
             while (job := self._jobs.get()) is not None and not self._is_ended:
                 if isinstance(job, _Send):
-                    self._communicator.send(job.blocks)
+                    communicator.send(job.blocks)
                     job.handle.done = True
                 else:
-                    rows = self._communicator.receive(job.count)
+                    rows = communicator.receive(job.count)
                     self._say(Arrived(list(rows)))
         except (RuntimeError, ValueError, OSError) as error:  # whatever the library makes of a peer's end
             self._say(Broken(_first_line(error)))
+        except Exception as error:
+            # No peer's doing, and no reason to leave a link that looks well.
+            log.exception("a pair failed")
+            self._say(Broken(f"{type(error).__name__}: {_first_line(error)}"))
         finally:
             self._leave(job)
 
     def _leave(self, job: _Send | _Receive | None) -> None:
         """`job` is the last one taken, done or not: nobody reads its blocks any more."""
-        self._communicator = None
         with self._lock:
+            self._communicator = None
             self._has_left = True
         while True:
             if isinstance(job, _Send):
@@ -145,6 +163,15 @@ class Lane:
     def _say(self, news: LaneNews) -> None:
         if not self._is_ended:
             self._tell(self, news)
+
+
+class _LaneThread(threading.Thread):
+    pass
+
+
+def are_any_left() -> bool:
+    """Some lane of this process still waits for its library: an orderly end of the interpreter could crash in it."""
+    return any(isinstance(thread, _LaneThread) for thread in threading.enumerate())
 
 
 def _first_line(error: Exception) -> str:

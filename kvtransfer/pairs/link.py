@@ -5,6 +5,7 @@ say so. A try that fails is followed by an offer of what is left; "zmq" needs no
 """
 
 import enum
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -42,10 +43,17 @@ class PairLink:
     link: LinkId
     is_source: bool
     inner_path: str
+    # Where the sink listens; "" at the sink.
+    address: str = ""
     offered: list[str] = field(default_factory=list)
     state: PairState = PairState.AGREEING
-    attempt: int = 0
+    # Until it is up, the peer has to say something by then.
+    due: float = math.inf
+    # The sink has heard of none yet.
+    attempt: int = -1
     transport: str = ""
+    num_rendezvous: int = 0
+    up_at: float = 0.0
     lane: Lane | None = None
     lane_path: str = ""
     is_formed: bool = False
@@ -53,6 +61,8 @@ class PairLink:
     # Why better transports were not taken, in the order tried.
     detours: list[str] = field(default_factory=list)
     held: deque[Held] = field(default_factory=deque)
+    held_nbytes: int = 0
+    "Of their headers."
 
     @property
     def is_paired(self) -> bool:
@@ -74,12 +84,17 @@ class PairLink:
         self.attempt = attempt
         self.transport = transport
         self.is_formed = self.is_peer_ready = transport == ZMQ
+        self.num_rendezvous = 0
 
     def end_lane(self, reason: str) -> None:
         if self.lane is not None:
             self.lane.end(reason)
         self.lane = None
         self.lane_path = ""
+
+    def hold(self, message: Held) -> None:
+        self.held.append(message)
+        self.held_nbytes += message.header.nbytes
 
     def arrived(self, frames: Sequence[Frame]) -> None:
         """The frames of the oldest message that waits for its own."""
@@ -90,6 +105,7 @@ class PairLink:
         free: list[Received] = []
         while self.held and self.held[0].frames is not None:
             message = self.held.popleft()
+            self.held_nbytes -= message.header.nbytes
             assert message.frames is not None
             free.append(Received(self.link, message.header, message.frames))
         return free

@@ -17,6 +17,7 @@ OWN = b"\x02"  # one of those below
 MAX_TRANSPORTS = 8
 MAX_KEY_CHARS = 512
 MAX_VALUE_BYTES = 65_536
+MAX_VALUES = 64  # per try
 
 Name = Annotated[str, Meta(min_length=1, max_length=16)]
 Attempt = Annotated[int, Meta(ge=0, le=MAX_TRANSPORTS)]
@@ -36,11 +37,15 @@ class Offer(PairMessage, frozen=True, tag="Offer"):
 
 
 class Answer(PairMessage, frozen=True, tag="Answer"):
-    """Sink → source: the first of these that the sink can; "" for none. `detail` says what was against the others."""
+    """Sink → source: the first of these that the sink can; "" for none. `detail` says what was against the others.
+
+    `is_final`: to the same offer it will always say the same.
+    """
 
     attempt: Attempt
     transport: Annotated[str, Meta(max_length=16)]
     detail: Detail = ""
+    is_final: bool = False
 
 
 class Rendezvous(PairMessage, frozen=True, tag="Rendezvous"):
@@ -48,7 +53,7 @@ class Rendezvous(PairMessage, frozen=True, tag="Rendezvous"):
 
     attempt: Attempt
     key: Annotated[str, Meta(max_length=MAX_KEY_CHARS)]
-    value: Annotated[bytes, Meta(max_length=MAX_VALUE_BYTES)]
+    value: Annotated[bytes, Meta(min_length=1, max_length=MAX_VALUE_BYTES)]
 
 
 class Ready(PairMessage, frozen=True, tag="Ready"):

@@ -46,7 +46,8 @@ class CudaLane:
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def mark(self) -> object:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        # Blocking: who waits for it lets the core go, and the interpreter.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 

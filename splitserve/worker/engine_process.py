@@ -20,6 +20,7 @@ import structlog
 
 from kvtransfer import events
 from kvtransfer.agent import KVAgent
+from kvtransfer.pairs.lane import are_any_left
 from splitserve.service.config import exit_status_of
 from splitserve.service.errors import SplitserveError
 from splitserve.service.logging import configure_logging
@@ -104,6 +105,9 @@ def run_engine(make_engine: Callable[[EngineContext], RoleEngine], role: str) ->
         log.exception("the engine failed")
         os._exit(1)
     context.agent.close()
+    if are_any_left():
+        sys.stdout.flush()
+        os._exit(0)
     return 0
 
 

@@ -88,7 +88,7 @@ def make_agent(
     settings = KVSettings(
         frame_bytes=PAIR_FRAME_BYTES if num_pairs else KVSettings.frame_bytes,
         # A handshake that has to form pairs may try each of them in turn.
-        connect_timeout_s=KVSettings.connect_timeout_s + PAIR_TIMEOUT_S * num_pairs,
+        connect_timeout_s=KVSettings.connect_timeout_s * (1 + num_pairs) + PAIR_TIMEOUT_S * num_pairs,
         transfer_timeout_s=config.transfer_timeout,
         ping_interval_s=config.kv_peer_timeout / 4,
         ping_timeout_s=config.kv_peer_timeout,
@@ -98,7 +98,7 @@ def make_agent(
         transports=names,
         block_nbytes=store.block_nbytes,
         device=device,
-        host=host,
+        host=_address_of(own_host(config)) if "gloo" in names else "",
         form_timeout_s=PAIR_TIMEOUT_S,
         timeout_s=config.transfer_timeout,
         max_pending_bytes=settings.window_bytes + max(settings.frame_bytes, store.block_nbytes),
@@ -121,8 +121,11 @@ def advertised_host(config: WorkerConfig, timeout_s: float = ROUTER_TIMEOUT_S) -
 
     Waits up to `timeout_s` for the router's name to have an address, then raises `Unavailable`.
     """
-    if config.advertise:
-        return config.advertise
+    return config.advertise or own_host(config, timeout_s)
+
+
+def own_host(config: WorkerConfig, timeout_s: float = ROUTER_TIMEOUT_S) -> str:
+    """As `advertised_host`, but certainly one of this machine's."""
     if not _is_wildcard(config.bind):
         return config.bind
     # A socket bound to :: takes IPv4 as well.
@@ -137,6 +140,14 @@ def advertised_host(config: WorkerConfig, timeout_s: float = ROUTER_TIMEOUT_S) -
                     f"no own address leads to the router {config.router}: {error}; --advertise names one"
                 ) from error
         time.sleep(_RETRY_PAUSE_S)
+
+
+def _address_of(host: str) -> str:
+    """Looked up once, here: Gloo would do so for every pair, with all threads of this process waiting."""
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise Unavailable(f"{host} has no address: {error}") from error
 
 
 def _is_wildcard(bind: str) -> bool:
