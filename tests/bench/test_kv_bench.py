@@ -280,6 +280,31 @@ def test_refusal_of_a_library_loses_its_reason(pool: HostPool, monkeypatch: pyte
     receiver.close()
 
 
+def test_raw_nccl_is_asked_for_each_block_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a common launch torch would connect the two ranks once more, and serialise them."""
+    asked: list[object] = []
+
+    class Group:
+        """Declares its messages as torch does."""
+
+        def _start_coalescing(self) -> None:
+            asked.append("start")
+
+        def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> None:
+            asked.append((tensors[0].tolist(), peer))
+
+        def _end_coalescing(self) -> None:
+            asked.append("end")
+
+    monkeypatch.setattr(ranks, "_form_nccl", lambda *_: Group())
+    monkeypatch.setattr(torch.cuda, "synchronize", asked.append)
+    rank = ranks._Rank("nccl", 0, None, torch.device("cpu"))
+    rank.await_other()
+    rank._device = torch.device("cuda:0")
+    rank.send([torch.tensor([1, 2]), torch.tensor([3])])
+    assert asked == ["start", ([1, 2], 1), ([3], 1), "end", rank._device]
+
+
 def says(replies: Sequence[control.Reply | None]) -> SinkProcess:
     """A sink that says all of this at once and then is silent, or gone where None is the last."""
     ours, theirs = unix_pair()
