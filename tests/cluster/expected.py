@@ -1,7 +1,8 @@
 """What a cluster has to answer, by one process without company, hand-off and prefix cache.
 
 In float32 that is transformers. In another dtype transformers rounds differently, so there it is our own runner, which
-computes every token of a text anew, in one forward and in blocks that nobody else has.
+computes every token of a text anew, in one forward and in blocks that nobody else has. So it is in float32 for the rare
+draw that lies closer to the border between two tokens than the two round, which is checked.
 """
 
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ from tests.reference import follows, logits
 
 # Options of a request that change nothing of what is chosen.
 _ELSEWHERE = ("prompt_logprobs", "request_id", "timeout", "reader")
+# How far logits of transformers and ours are apart in float32, at most.
+_ROUNDING = 1e-4
 
 
 class Reference:
@@ -37,9 +40,14 @@ class Reference:
         params = _params(options)
         assert answer.finish_reason == "length"
         assert len(answer.token_ids) == params.max_tokens
-        rows = self._rows([*prompt, *answer.token_ids])
+        tokens, chosen = [*prompt, *answer.token_ids], list(answer.token_ids)
+        rows = self._rows(tokens)
+        if self._dtype == "float32" and chosen != follows(rows[len(prompt) - 1 : -1], prompt, chosen, params):
+            own = self._own_rows(tokens)
+            assert torch.allclose(rows, own, rtol=0.0, atol=_ROUNDING)
+            rows = own
         outputs = rows[len(prompt) - 1 : -1]
-        assert list(answer.token_ids) == follows(outputs, prompt, answer.token_ids, params)
+        assert chosen == follows(outputs, prompt, chosen, params)
         _check_logprobs(answer.logprobs, answer.token_ids, outputs, params.logprobs)
         num_top = options.get("prompt_logprobs")
         if num_top is not None:
@@ -60,8 +68,9 @@ class Reference:
 
     def _rows(self, tokens: list[int]) -> torch.Tensor:
         """Float32 `[tokens, vocab]`: the logits after each token."""
-        if self._dtype == "float32":
-            return logits(self._directory, tokens)
+        return logits(self._directory, tokens) if self._dtype == "float32" else self._own_rows(tokens)
+
+    def _own_rows(self, tokens: list[int]) -> torch.Tensor:
         blocks = range(self.runner.layout.blocks_for(len(tokens)))
         return self.runner.run([Segment(tokens, 0, blocks, wants_logits=True, wants_all_logits=True)])
 
