@@ -8,6 +8,7 @@ from typing import Any
 from tests.cluster.harness import Cluster, Process, wait_for
 
 TRANSPORTS = ("zmq", "gloo")
+_PATHS = {"zmq": {"ipc", "tcp"}, "gloo": {"gloo"}}
 _BYTES = "splitserve_kv_transfer_bytes_total"
 
 
@@ -96,9 +97,11 @@ def by_pair(moved: Iterable[Moved]) -> "Counter[tuple[str, str]]":
 
 
 def assert_moved_by(cluster: Cluster, transport: str) -> None:
-    """All blocks of the workers that are here, since their start, and there were some."""
+    """All blocks of the workers that are here, since their start, and there were some; what `/cluster` says of links
+    agrees."""
     workers = [worker for worker in cluster.workers if worker.popen.poll() is None]
     total = sum(worker.metric(_BYTES) for worker in workers)
     assert total == sum(worker.metric(_BYTES, transport=transport) for worker in workers) > 0
-    paths = {event["path"] for w in workers for event in list(w.events) if event.get("event") == "kv blocks sent"}
-    assert paths <= ({"gloo"} if transport == "gloo" else {"ipc", "tcp"}), paths
+    links = [link for worker in cluster.state()["workers"] for link in worker["links"].values() if link["reachable"]]
+    assert {link["detail"] for link in links} <= _PATHS[transport]
+    assert not [link["warning"] for link in links if link["warning"]]
