@@ -12,7 +12,7 @@ import msgspec
 
 from kvtransfer.agent import KVAgent
 from kvtransfer.endpoint import KVEndpoint
-from kvtransfer.events import KVEvent, LinkDown, LinkMeasured, LinkUp, TransferAcked, TransferComplete
+from kvtransfer.events import KVEvent, LinkDown, LinkMeasured, LinkRefused, LinkUp, TransferAcked, TransferComplete
 from kvtransfer.ticket import Ticket
 from splitserve.bench.kv.pool import BenchPool
 from splitserve.bench.kv.ways import PAIRS, PATIENCE_S
@@ -94,14 +94,16 @@ def _start_agent(worker_id: str, pool: BenchPool, transports: str) -> tuple[KVAg
 
 
 def _path_taken(events: "queue.SimpleQueue[KVEvent]", transport: str) -> str:
-    made = _any(events, "LinkUp")
-    if isinstance(made, LinkDown):
-        raise Unavailable(f"--transports {transport}: {made.reason}")
-    if not isinstance(made, LinkUp):
-        raise Internal(f"instead of LinkUp came {made}")
-    if made.path.split()[0] != transport:
-        raise Unavailable(f"no {transport} between two processes here, only {made.path}: --transports {made.path}")
-    return made.path
+    match made := _any(events, "LinkUp"):
+        case LinkDown(reason=reason) | LinkRefused(detail=reason):
+            raise Unavailable(f"--transports {transport}: {reason}")
+        case LinkUp(path=path):
+            pass
+        case _:
+            raise Internal(f"instead of LinkUp came {made}")
+    if path.split()[0] != transport:
+        raise Unavailable(f"no {transport} between two processes here, only {path}: --transports {path}")
+    return path
 
 
 def _next(events: "queue.SimpleQueue[KVEvent]", kind: type[_Event]) -> _Event:
