@@ -55,7 +55,7 @@ def say(client: Client) -> str:
 
 def give_up(client: Client) -> str:
     """Its deadline passes while blocks travel, or about then."""
-    prompt = f"{uuid.uuid4()} " + "and then the ships came back to the harbour " * 120
+    prompt = f"{uuid.uuid4()} " + "and then the ships came back to the harbour " * 50
     with contextlib.suppress(DeadlineExceeded):
         client.generate(prompt, max_tokens=1, timeout=next(PATIENCES))
     return ""
