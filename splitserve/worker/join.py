@@ -91,7 +91,11 @@ class RouterConnection:
 
     async def _write(self, call: "grpc.aio.StreamStreamCall[pb.WorkerMessage, pb.RouterMessage]") -> None:
         while True:
-            await call.write(await self._outgoing.get())
+            message = await self._outgoing.get()
+            try:
+                await call.write(message)
+            except asyncio.InvalidStateError:  # it ended just now, before the reader was told
+                return
             self._outgoing.task_done()
 
     async def flush(self) -> None:

@@ -204,3 +204,15 @@ async def test_second_sigterm_is_ignored() -> None:
     stop.drain("SIGTERM")
     assert stop.is_set()
     assert stop.status == 0
+
+
+async def test_stream_that_ends_while_something_is_written_is_a_failure_of_ours() -> None:
+    class Ended:
+        async def write(self, message: pb.WorkerMessage) -> None:
+            raise asyncio.InvalidStateError("RPC already finished.")
+
+    connection = RouterConnection(1, "router:50052", pb.WorkerMessage(), pb.WorkerMessage)
+    connection.send(pb.WorkerMessage(leave=pb.Leave()))
+    call: Any = Ended()
+    async with asyncio.timeout(PATIENCE_S):
+        await connection._write(call)
