@@ -146,7 +146,7 @@ def test_command_line_lacks_what_a_process_needs() -> None:
     assert (prefill.name, decode.name) == ("prefill-0", "decode-0")
     assert " ".join(prefill.argv) == (
         f"{sys.executable} -P -m prefill_worker --model /m --served-model-name served --router 127.0.0.1:3 "
-        "--bind 127.0.0.1 --http-port 0 --threads 4 --cores 0 --block-size 8 --allow-pickle"
+        "--bind 127.0.0.1 --http-port 0 --kv-port 0 --threads 4 --cores 0 --block-size 8 --allow-pickle"
     )
     assert "--cores" not in decode.argv
 

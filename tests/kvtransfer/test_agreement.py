@@ -32,7 +32,13 @@ def tcp() -> Iterator[World]:
 
 def worker(tcp: World, name: str, make: Make, transports: Sequence[str] = ("gloo", "zmq"), **changes: Any) -> Worker:
     made = PairSettings(tuple(transports), NBYTES, CPU, **(HASTY | changes))
-    patient = KVSettings(connect_timeout_s=30.0, ping_interval_s=0.2, ping_timeout_s=1.0, transfer_timeout_s=3.0)
+    patient = KVSettings(
+        connect_timeout_s=30.0,
+        redial_max_s=0.1,
+        ping_interval_s=0.2,
+        ping_timeout_s=1.0,
+        transfer_timeout_s=3.0,
+    )
     return tcp.worker(name, wrap=lambda inner: PairCarrier(inner, made, make), settings=patient)
 
 
