@@ -21,7 +21,7 @@ from tests.kvtransfer.test_pairs import CPU, NBYTES, FakeRank, Wire, fake, is_mo
 from tests.kvtransfer.worlds import Worker, World, connect, world
 
 Make = Callable[[PairPlan, PairStore], Communicator]
-HASTY = {"form_timeout_s": 0.4, "timeout_s": 4.0}
+HASTY_S = 0.5
 
 
 @pytest.fixture
@@ -31,13 +31,13 @@ def tcp() -> Iterator[World]:
 
 
 def worker(tcp: World, name: str, make: Make, transports: Sequence[str] = ("gloo", "zmq"), **changes: Any) -> Worker:
-    made = PairSettings(tuple(transports), NBYTES, CPU, **(HASTY | changes))
+    made = PairSettings(tuple(transports), NBYTES, CPU, **changes)
     patient = KVSettings(
         connect_timeout_s=30.0,
         redial_max_s=0.1,
-        ping_interval_s=0.2,
-        ping_timeout_s=1.0,
-        transfer_timeout_s=3.0,
+        ping_interval_s=0.3,
+        ping_timeout_s=2.0,
+        transfer_timeout_s=6.0,
     )
     return tcp.worker(name, wrap=lambda inner: PairCarrier(inner, made, make), settings=patient)
 
@@ -70,9 +70,12 @@ def up_of(source: Worker) -> LinkUp:
 def test_pair_that_forms_for_ever_is_waited_for(tcp: World, who: str) -> None:
     """Whichever side hangs: the next transport is taken, and what is formed too late is taken apart."""
     hangs, between = Hangs(), Wire()
-    source, sink = (worker(tcp, name, hangs.make if who in (name, "both") else fake(between)) for name in ("p0", "d0"))
+    source, sink = (
+        worker(tcp, name, hangs.make if who in (name, "both") else fake(between), form_timeout_s=HASTY_S)
+        for name in ("p0", "d0")
+    )
     connect(source, sink)
-    assert "0.4 s" in up_of(source).fallback
+    assert f"{HASTY_S:g} s" in up_of(source).fallback
     assert is_moved(source, sink)
     hangs.may_go.set()
     deadline = time.monotonic() + 30
@@ -101,7 +104,7 @@ def test_word_of_a_try_that_was_given_up_ends_the_link(tcp: World) -> None:
 
 
 def test_stranger_that_never_gets_ready_keeps_a_thread(tcp: World) -> None:
-    sink = worker(tcp, "d0", fake(Wire()))
+    sink = worker(tcp, "d0", fake(Wire()), form_timeout_s=HASTY_S)
     with dealer(sink.agent.endpoint) as stranger:
         stranger.send(wire.encode(wire.Offer(wire.VERSION, 0, ["gloo"], NBYTES)))
         answer, rendezvous, failed, ended = (wire.decode(memoryview(stranger.recv())[1:]) for _ in range(4))
@@ -113,7 +116,7 @@ def test_stranger_that_never_gets_ready_keeps_a_thread(tcp: World) -> None:
 
 
 def test_silent_stranger_keeps_a_link(tcp: World) -> None:
-    sink = worker(tcp, "d0", fake(Wire()))
+    sink = worker(tcp, "d0", fake(Wire()), form_timeout_s=HASTY_S)
     with dealer(sink.agent.endpoint) as stranger:
         stranger.send(wire.encode(wire.Ready(0)))
         ended = wire.decode(memoryview(stranger.recv())[1:])
@@ -199,7 +202,7 @@ def test_waiting_blocks_make_a_living_peer_look_silent(tcp: World) -> None:
     between.is_open.clear()
     pattern = source.store.fill(0, "slow")
     source.push(sink.ticket_for("t", [5]), [0])
-    time.sleep(2.0)  # twice the patience with a silent peer, and less than that with a transfer
+    time.sleep(3.0)  # longer than the patience with a silent peer, and less than that with a transfer
     assert not [event for event in (*source.seen.events, *sink.seen.events) if isinstance(event, LinkDown)]
     assert not source.seen.terminal("t")
     between.is_open.set()
