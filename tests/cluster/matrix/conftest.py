@@ -22,9 +22,12 @@ def bench(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`make test` has over Gloo what is marked `both_transports`, and `make test-faults` all."""
+    """`make test` has over Gloo what is marked `both_transports` or `gloo_first`, over ZeroMQ all but the latter, and
+    `make test-faults` has all over both."""
     for item in items:
         callspec = getattr(item, "callspec", None)
-        is_over_gloo = callspec is not None and callspec.params.get("bench") == "gloo"
-        if is_over_gloo and item.get_closest_marker("both_transports") is None:
+        transport = callspec.params.get("bench") if callspec is not None else None
+        is_gloo_first = item.get_closest_marker("gloo_first") is not None
+        is_over_both = item.get_closest_marker("both_transports") is not None
+        if (transport == "gloo" and not (is_over_both or is_gloo_first)) or (transport == "zmq" and is_gloo_first):
             item.add_marker(pytest.mark.faults)

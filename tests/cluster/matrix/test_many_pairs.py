@@ -13,7 +13,7 @@ from tests.cluster.harness import Cluster, wait_for
 from tests.cluster.moved import Books, assert_moved_by, by_pair, id_of
 from tests.cluster.test_exact import B, prompt_of
 
-pytestmark = [pytest.mark.cluster, pytest.mark.both_transports]
+pytestmark = [pytest.mark.cluster, pytest.mark.matrix, pytest.mark.gloo_first]
 
 REQUESTS = 300
 OPTIONS: dict[str, Any] = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True}
