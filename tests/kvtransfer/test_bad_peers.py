@@ -180,9 +180,9 @@ def test_unequal_pools_exchange_blocks(loopback: World, field: str, value: str |
     assert source.agent.stats().bytes_sent == 0
 
 
-def test_unequal_pools_meet_over_zeromq(zmq_net: World) -> None:
-    sink = zmq_net.worker("d0")
-    source = zmq_net.worker("p0", fingerprint=msgspec.structs.replace(FINGERPRINT, block_size=32, dtype="bfloat16"))
+def test_unequal_pools_meet_over_sockets(real_net: World) -> None:
+    sink = real_net.worker("d0")
+    source = real_net.worker("p0", fingerprint=msgspec.structs.replace(FINGERPRINT, block_size=32, dtype="bfloat16"))
     source.agent.set_peers({"d0": sink.agent.endpoint})
     detail = source.seen.wait(LinkRefused).detail
     assert detail == "dtype: ours float32, theirs bfloat16; block_size: ours 16, theirs 32"

@@ -60,15 +60,15 @@ def test_one_restart_disturbs_other_pairs(net: World) -> None:
 
 
 @pytest.mark.parametrize("frame_kib", [1, 63, 64, 65, 1024])
-def test_a_block_is_reused_while_it_is_being_sent(zmq_net: World, frame_kib: int) -> None:
+def test_a_block_is_reused_while_it_is_being_sent(real_net: World, frame_kib: int) -> None:
     """C76: frames around the size below which ZeroMQ copies; engines overwrite each block at its terminal event.
 
     Some transfers are cancelled half-way: an early overwrite would reach the sink as damage.
     """
     num_turns = 200 if frame_kib < 100 else 40
     settings = KVSettings(frame_bytes=130 * KIB, window_bytes=1024 * KIB)
-    source = zmq_net.worker("p0", num_blocks=20, block_nbytes=frame_kib * KIB, settings=settings)
-    sink = zmq_net.worker("d0", num_blocks=20, block_nbytes=frame_kib * KIB, settings=settings)
+    source = real_net.worker("p0", num_blocks=20, block_nbytes=frame_kib * KIB, settings=settings)
+    sink = real_net.worker("d0", num_blocks=20, block_nbytes=frame_kib * KIB, settings=settings)
     connect(source, sink)
     slots = threading.Semaphore(4)
     free = [list(range(slot * 5, slot * 5 + 5)) for slot in range(4)]
