@@ -35,7 +35,6 @@ class Peer:
     health: LinkHealth
     link: LinkId | None = None
     connection: Connected | None = None
-    is_hopeless: bool = False
 
 
 class Dialer:
@@ -106,19 +105,16 @@ class Dialer:
     def refused(self, link: LinkId, refused: Refused) -> None:
         peer = self._by_link[link]
         if peer.state is PeerState.GREETING:
-            peer.state = PeerState.REFUSED
-            self._our.outbox.emit(LinkRefused(peer.worker_id, refused.detail))
-            self._source.unreachable(peer.worker_id, refused.detail)
+            self._give_up(peer, refused.detail)
         self._our.outbox.cut(link, f"the peer refused: {refused.detail}")
 
-    def give_up(self, link: LinkId) -> None:
-        """The link is about to be lost, and another would be no better."""
-        peer = self._by_link.get(link)
-        if peer is not None:
-            peer.is_hopeless = True
+    def _give_up(self, peer: Peer, detail: str) -> None:
+        peer.state = PeerState.REFUSED
+        self._our.outbox.emit(LinkRefused(peer.worker_id, detail))
+        self._source.unreachable(peer.worker_id, detail)
 
-    def lost(self, link: LinkId, reason: str) -> None:
-        """The link is gone, by whichever side's doing."""
+    def lost(self, link: LinkId, reason: str, *, is_final: bool = False) -> None:
+        """The link is gone, by whichever side's doing. `is_final`: another would be no better."""
         peer = self._by_link.pop(link, None)
         if peer is None:
             return
@@ -128,10 +124,8 @@ class Dialer:
             return  # dropped by our owner, who would take a report for one of a peer that is still to be linked
         if peer.state is PeerState.REFUSED:
             return
-        if peer.is_hopeless:
-            peer.state = PeerState.REFUSED
-            self._our.outbox.emit(LinkRefused(peer.worker_id, reason))
-            self._source.unreachable(peer.worker_id, reason)
+        if is_final:
+            self._give_up(peer, reason)
             return
         peer.state = PeerState.WAITING
         peer.due = self._our.clock() + peer.back_off

@@ -53,9 +53,7 @@ class Node:
             case Disconnected(link=link, reason=reason):
                 if event.is_rejected:
                     self._our.counters.rejected()
-                if event.is_final:
-                    self.dialer.give_up(link)
-                self.lost(link, reason)
+                self.lost(link, reason, is_final=event.is_final)
             case Heard(link=link):
                 self._note_life(link)
             case Received():
@@ -68,8 +66,8 @@ class Node:
         elif self.greeter.guest(link) is not None:
             self._our.outbox.send(link, Pong())
 
-    def lost(self, link: LinkId, reason: str) -> None:
-        self.dialer.lost(link, reason)
+    def lost(self, link: LinkId, reason: str, *, is_final: bool = False) -> None:
+        self.dialer.lost(link, reason, is_final=is_final)
         self.greeter.lost(link, reason)
 
     def tick(self) -> None:

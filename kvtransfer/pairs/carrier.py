@@ -19,7 +19,7 @@ from kvtransfer.messages import BadMessageError, shorten
 from kvtransfer.pairs import wire
 from kvtransfer.pairs.agreement import Able, Agreement
 from kvtransfer.pairs.communicator import SINK, SOURCE, PairPlan, make_communicator
-from kvtransfer.pairs.lane import Arrived, Broken, Formed, Lane, LaneHandle, LaneNews, MakeCommunicator
+from kvtransfer.pairs.lane import Arrived, Broken, Formed, Lane, LaneHandle, LaneNews, MakeCommunicator, Published
 from kvtransfer.pairs.link import Held, PairLink, PairState
 
 # Messages of one link that may wait behind blocks, and their headers' bytes: far more than a correct source has there.
@@ -60,7 +60,7 @@ class PairCarrier:
         self._agreement = Agreement(able, self, settings.form_timeout_s, time.monotonic)
         self._links: dict[LinkId, PairLink] = {}
         # From the lanes' threads, read after each poll.
-        self._news: deque[tuple[LinkId, Lane, LaneNews | wire.Rendezvous]] = deque()
+        self._news: deque[tuple[LinkId, Lane, LaneNews]] = deque()
         self._lanes: set[Lane] = set()  # whose threads may still be there
         self._addresses: dict[LinkId, str] = {}
         # By address and transport: how often in a row a pair did not last.
@@ -162,7 +162,7 @@ class PairCarrier:
                         self._receive(known, event)
                 except BadMessageError as error:
                     assert known is not None
-                    self._reject(known, f"bad message: {error}")
+                    self._close(known, Disconnected(known.link, f"bad message: {error}", is_rejected=True))
 
     def _receive(self, pair: PairLink, event: Received) -> None:
         kind, header = bytes(event.header[:1]), event.header[1:]
@@ -192,10 +192,10 @@ class PairCarrier:
         if len(pair.held) > MAX_HELD or pair.held_nbytes > MAX_HELD_BYTES:
             raise BadMessageError(f"{len(pair.held)} messages wait behind blocks that do not come")
 
-    def _on_news(self, pair: PairLink, news: "LaneNews | wire.Rendezvous") -> None:
+    def _on_news(self, pair: PairLink, news: LaneNews) -> None:
         match news:
-            case wire.Rendezvous():
-                self.say(pair, news)
+            case Published(key=key, value=value):
+                self.say(pair, wire.Rendezvous(pair.attempt, key, value))
             case Formed(path=path):
                 self._agreement.formed(pair, path)
             case Arrived(frames=frames):
@@ -212,7 +212,7 @@ class PairCarrier:
         self._inner.send(pair.link, wire.encode(message), ())
 
     def form(self, pair: PairLink) -> None:
-        settings, link, attempt = self._settings, pair.link, pair.attempt
+        settings, link = self._settings, pair.link
         plan = PairPlan(
             transport=pair.transport,
             rank=SOURCE if pair.is_source else SINK,
@@ -222,15 +222,11 @@ class PairCarrier:
             timeout_s=settings.timeout_s,
         )
 
-        def publish(lane: Lane, key: str, value: bytes) -> None:
-            self._news.append((link, lane, wire.Rendezvous(attempt, key, value)))
-            self._inner.wake()
-
         def tell(lane: Lane, news: LaneNews) -> None:
             self._news.append((link, lane, news))
             self._inner.wake()
 
-        pair.lane = Lane(plan, publish, tell, self._make, settings.form_timeout_s)
+        pair.lane = Lane(plan, tell, self._make, settings.form_timeout_s)
         self._lanes.add(pair.lane)
 
     def objection(self, pair: PairLink, transport: str) -> str | None:
@@ -252,16 +248,12 @@ class PairCarrier:
     def end(self, pair: PairLink, reason: str, *, is_peers: bool = False, is_final: bool = False) -> None:
         if pair.is_source and pair.is_paired:
             self._count_break(pair)
-        if not is_peers:
-            self.say(pair, wire.Ended(shorten(reason)))
-        self._close(pair, Disconnected(pair.link, reason, is_final=is_final))
+        self._close(pair, Disconnected(pair.link, reason, is_final=is_final), is_told=is_peers)
 
-    def _reject(self, pair: PairLink, reason: str) -> None:
-        self.say(pair, wire.Ended(shorten(reason)))
-        self._close(pair, Disconnected(pair.link, reason, is_rejected=True))
-
-    def _close(self, pair: PairLink, event: Disconnected) -> None:
+    def _close(self, pair: PairLink, event: Disconnected, *, is_told: bool = False) -> None:
         """For our owner at once, for the inner carrier when the last word has had its time to leave."""
+        if not is_told:
+            self.say(pair, wire.Ended(shorten(event.reason)))
         self._forget(pair, event.reason)
         self._closing[pair.link] = time.monotonic() + _LAST_WORD_S
         self._events.append(event)

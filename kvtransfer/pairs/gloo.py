@@ -13,17 +13,22 @@ from kvtransfer.pairs.store import PairStore
 _TAG = 0
 
 
+def new_group(store: Any, rank: int, host: str, timeout_s: float) -> Any:
+    """One of two ranks, which listens on `host`. RuntimeError when the other does not come within the time."""
+    # Torch's stubs know neither the options of a group nor its messages.
+    library: Any = ProcessGroupGloo
+    options = library._Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    options._devices = [library.create_device(hostname=host)]
+    options._threads = 1
+    return library(store, rank, 2, options)
+
+
 class GlooCommunicator:
     def __init__(self, plan: PairPlan, store: PairStore) -> None:
         self._plan = plan
         self._stream: torch.cuda.Stream | None = None
-        # Torch's stubs know neither the options of a group nor its messages.
-        library: Any = ProcessGroupGloo
-        options = library._Options()
-        options._timeout = timedelta(seconds=plan.timeout_s)
-        options._devices = [library.create_device(hostname=plan.host)]
-        options._threads = 1
-        self._group: Any = library(store, plan.rank, 2, options)
+        self._group = new_group(store, plan.rank, plan.host, plan.timeout_s)
 
     @property
     def path(self) -> str:

@@ -41,7 +41,15 @@ class Broken:
     reason: str
 
 
-LaneNews = Formed | Arrived | Broken
+@dataclass(frozen=True)
+class Published:
+    """A key of the rendezvous, for the peer."""
+
+    key: str
+    value: bytes
+
+
+LaneNews = Published | Formed | Arrived | Broken
 
 
 @dataclass(eq=False)
@@ -64,13 +72,12 @@ class Lane:
     def __init__(
         self,
         plan: PairPlan,
-        publish: "Callable[[Lane, str, bytes], None]",
         tell: "Callable[[Lane, LaneNews], None]",
         make: MakeCommunicator,
         form_timeout_s: float,
     ) -> None:
-        """`publish` sends a key of the rendezvous to the peer. Begins at once."""
-        self.store = PairStore(lambda key, value: publish(self, key, value), form_timeout_s)
+        """Begins at once."""
+        self.store = PairStore(lambda key, value: self._say(Published(key, value)), form_timeout_s)
         self._plan = plan
         self._tell = tell
         self._make = make

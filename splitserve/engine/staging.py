@@ -104,16 +104,13 @@ class StagedStore:
         ValueError and no change as for `view`, and for a wrong size.
         """
         mark = self._mark_of(block_id)
-        if isinstance(data, torch.Tensor):
-            if data.nbytes != self.block_nbytes:
-                raise ValueError(f"a block has {self.block_nbytes} bytes, not {data.nbytes}")
-            self._lane.copy(self._blocks[block_id], data, mark)
-            return
-        source = memoryview(data).cast("B")
+        source = data if isinstance(data, torch.Tensor) else memoryview(data).cast("B")
         if source.nbytes != self.block_nbytes:
             raise ValueError(f"a block has {self.block_nbytes} bytes, not {source.nbytes}")
-        self._incoming.numpy().data[:] = source
-        self._lane.copy(self._blocks[block_id], self._incoming, mark)
+        if isinstance(source, memoryview):
+            self._incoming.numpy().data[:] = source
+            source = self._incoming
+        self._lane.copy(self._blocks[block_id], source, mark)
 
     def _mark_of(self, block_id: int) -> object:
         if not 0 <= block_id < self._num_blocks:

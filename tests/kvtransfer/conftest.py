@@ -33,3 +33,10 @@ def loopback() -> Iterator[World]:
     """The in-process twin, for what does not depend on the transport."""
     with world("loopback") as made:
         yield made
+
+
+@pytest.fixture
+def tcp() -> Iterator[World]:
+    """A world over ZeroMQ's TCP, for tests that put around it what they need."""
+    with world("bare tcp") as made:
+        yield made

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -18,16 +18,10 @@ from kvtransfer.pairs.store import PairStore
 from kvtransfer.settings import KVSettings
 from tests.kvtransfer.test_bad_peers import dealer
 from tests.kvtransfer.test_pairs import CPU, NBYTES, FakeRank, Wire, fake, is_moved
-from tests.kvtransfer.worlds import Worker, World, connect, world
+from tests.kvtransfer.worlds import Worker, World, connect
 
 Make = Callable[[PairPlan, PairStore], Communicator]
 HASTY_S = 0.5
-
-
-@pytest.fixture
-def tcp() -> Iterator[World]:
-    with world("bare tcp") as made:
-        yield made
 
 
 def worker(tcp: World, name: str, make: Make, transports: Sequence[str] = ("gloo", "zmq"), **changes: Any) -> Worker:

@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -29,7 +29,7 @@ from kvtransfer.pairs.nccl import way_of
 from kvtransfer.pairs.store import PairStore
 from kvtransfer.settings import KVSettings
 from tests.kvtransfer.test_bad_peers import dealer
-from tests.kvtransfer.worlds import ByteStore, Worker, World, connect, world
+from tests.kvtransfer.worlds import ByteStore, Worker, World, connect
 
 NBYTES = 1024
 CPU = torch.device("cpu")
@@ -96,12 +96,6 @@ def paired(
         return PairCarrier(inner, made) if make is None else PairCarrier(inner, made, make)
 
     return wrap
-
-
-@pytest.fixture
-def tcp() -> Iterator[World]:
-    with world("bare tcp") as made:
-        yield made
 
 
 def is_moved(source: Worker, sink: Worker, name: str = "t") -> bool:

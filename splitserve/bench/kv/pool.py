@@ -5,8 +5,8 @@ The layout is flat, for blocks of any size: no transport looks into a block.
 
 import numpy as np
 import torch
-import xxhash
 
+from kvtransfer.frames import digest
 from splitserve.engine.layout import KVLayout
 from splitserve.engine.pool import KVPool
 from splitserve.service.errors import InvalidRequest
@@ -49,7 +49,7 @@ class BenchPool:
         self.rows[:num_blocks, :_STAMP_NBYTES] = value.to(self.device)
 
     def digest(self, num_blocks: int) -> bytes:
-        return xxhash.xxh3_128_digest(self.rows[:num_blocks].cpu().numpy().reshape(-1).data)
+        return digest(self.rows[:num_blocks].cpu().numpy().reshape(-1).data)
 
 
 class HostPool(BenchPool):

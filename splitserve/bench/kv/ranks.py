@@ -121,11 +121,9 @@ class _Rank:
 
 
 def _form_gloo(store: Any, rank: int, device: torch.device) -> Any:
-    options = _distributed.ProcessGroupGloo._Options()
-    options._timeout = _PATIENCE
-    options._devices = [_distributed.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
-    options._threads = 1
-    return _distributed.ProcessGroupGloo(store, rank, 2, options)
+    from kvtransfer.pairs.gloo import new_group  # late: not every build of torch has it
+
+    return new_group(store, rank, LOOPBACK, PATIENCE_S)
 
 
 def _form_nccl(store: Any, rank: int, device: torch.device) -> Any:

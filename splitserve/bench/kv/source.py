@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import zmq
-from xxhash import xxh3_128_digest
 
+from kvtransfer.frames import digest
 from kvtransfer.pairs.communicator import why_not
 from splitserve.bench.kv.agents import AgentSender
 from splitserve.bench.kv.pool import CPU, BenchPool, HostPool
@@ -51,7 +51,7 @@ class Memcpy:
         np.copyto(self._target[: source.nbytes], source)
 
     def digest(self, num_bytes: int) -> bytes:
-        return xxh3_128_digest(self._target[:num_bytes].data)
+        return digest(self._target[:num_bytes].data)
 
     def close(self) -> None:
         """Its memory goes with it."""
